@@ -1,4 +1,4 @@
-"""A small language model that learns to write, byte by byte, in the manner of the text files that it is given.
+"""A small language model that learns to write like a folder of text files, byte by byte.
 
     distbelief train examples/gpt.py --workers 2                        # Python's own standard library
     distbelief train examples/gpt.py --set folder=~/notes --set pattern=*.txt --set steps=1000
@@ -71,7 +71,7 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-        self.head.weight = self.symbols.weight  # one matrix: what a symbol means going in is what it means coming out
+        self.head.weight = self.symbols.weight  # one matrix: a symbol's vector is the same at both ends
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.symbols(x.long()) + self.places.weight[: x.shape[1]]
@@ -83,7 +83,7 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def bits_per_byte(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A metric gives (sum, weight); the mean over all workers and batches is the sum of sums over that of weights."""
+    """A metric returns (sum, weight); the mean over all workers and batches is sum of sums / sum of weights."""
     return loss(output.float(), target) * target.numel() / math.log(2), target.numel()
 
 
@@ -103,7 +103,7 @@ def job(
     matmul: str = "torch",
 ) -> Job:
     text = read_text(Path(folder).expanduser(), pattern, int(megabytes * 1_000_000))
-    held_out = min(len(text) // 10, 50_000)  # the end of the text is never trained on
+    held_out = min(len(text) // 10, 50_000)  # the job never trains on the end of the text
     warm_up = max(1, steps // 20)
 
     def schedule(step: int) -> float:

@@ -5,7 +5,7 @@
     distbelief train examples/recommend.py --workers 2 --set users=50000000 --strategy ps:async
 
 Nothing is downloaded: a small world of users, items and hours gives every impression its true probability of a click,
-and the clicks are drawn from it. So the best score that a model can have is known, and stands beside the model's:
+and the clicks are drawn from it. So the best possible score is known, and the metrics show both:
 
     loss, best_loss   mean log-loss on the clicks of the test set: of the model, and of the true probabilities
     auc, best_auc     how often a clicked impression has a higher score than another one of the same batch
@@ -15,7 +15,7 @@ As it stands, knowing only the click rate gives a loss of 0.433 and the true pro
 data gives 0.369, learned 0.93. Most of what remains to learn is about users who are seldom seen.
 
 The tables of users, items and crosses are `EmbeddingTable`s: under parameter servers (`ps`) only rows that have learnt
-something take memory, so there may be as many users as there are people.
+something take memory, so the number of users may be very large.
 """
 
 import math
@@ -35,9 +35,9 @@ TICKS = 1 << 16  # true probabilities are multiples of 1/TICKS: far coarser than
 
 
 def chance(name: str, *keys: ArrayLike) -> NDArray[np.float64]:
-    """Numbers of [0, 1) that look random: a hash (SplitMix64's) of what they are for and of whole numbers.
+    """Pseudo-random numbers in [0, 1): a hash (SplitMix64's) of their purpose and of whole numbers.
 
-    No generator has a state to share, so the taste of user 49,999,999 costs nothing until that user is seen.
+    There is no generator with a state, so the taste of user 49,999,999 costs nothing until that user occurs.
     """
     state = np.full(1, zlib.crc32(name.encode()), np.uint64)
     for key in (0, *keys):
@@ -60,7 +60,7 @@ def popular(chances: NDArray[np.float64], count: int, head: float = 10.0) -> NDA
 
 
 def impressions(first: int, count: int, users: int, items: int) -> tuple[torch.Tensor, ...]:
-    """Impressions `first` and after: user, item, group of the user, category of the item, hour; and what came of them.
+    """Impressions `first` and after: user, item, group of the user, category of the item, hour; and the outcome.
 
     The last tensor has two columns: whether there was a click, and how probable it was. Only metrics see the second.
     """
@@ -122,12 +122,12 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def log_loss(scores: torch.Tensor, chances: torch.Tensor) -> float:
-    """The sum over a batch, when clicks have these chances (of which 0 and 1 are what happened)."""
+    """The sum over a batch, if clicks have these probabilities (0 and 1 are the outcomes)."""
     return float(F.binary_cross_entropy_with_logits(scores.double(), chances.double(), reduction="sum"))
 
 
 def best_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
-    """What `loss` is for the true probabilities: no model does better, but by luck with the draw of the clicks."""
+    """The `loss` of the true probabilities: a model does better only by luck in the draw of the clicks."""
     return log_loss(target[:, 1].logit(), target[:, 0]), len(target)
 
 

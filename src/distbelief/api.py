@@ -185,17 +185,19 @@ def resume_run(
     if record and record["status"] == "completed":
         return result_of(record, run_dir, time.monotonic())
     if launch.job.file and job is not None:
-        raise JobError(f"the job of {run_dir} is in {launch.job.file}", hint="leave `job` out: it is read from there")
+        raise JobError(
+            f"the job of {run_dir} is in {launch.job.file}", hint="leave `job` out: the job is read from that file"
+        )
     if not launch.job.file and job is None:
         raise JobError(
-            f"the job of {run_dir} came from a Python program, which did not leave it there",
+            f"the job of {run_dir} came from a Python program, and is not in the run directory",
             hint="resume it from that program: distbelief.resume(run_dir, job)",
         )
     before = launch.options
     how = parse(strategy or before.strategy) if isinstance(strategy, str | None) else strategy
     if not learn_alike(how, launch.strategy):
         raise JobError(
-            f"a run of {before.strategy} cannot go on as {how}: each has state that the other one does not know",
+            f"a run of {before.strategy} cannot go on as {how}: each strategy has state that the other lacks",
             hint="begin another run with its weights: distbelief train JOB --from RUN",
         )
     count = before.workers if workers is None else workers

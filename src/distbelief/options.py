@@ -106,7 +106,7 @@ def profile_plan(text: str, is_sent: bool = False) -> ProfilePlan | None:
     if not steps or int(steps[1]) >= int(steps[2]):
         raise DistBeliefError(
             f"{text!r} does not say which steps to profile",
-            hint="give the first one and the one after the last, counted from 0: 10:20",
+            hint="give FIRST:END, counted from 0; END itself is not profiled: 10:20",
         )
     return ProfilePlan(int(steps[1]), int(steps[2]), is_sent)
 
@@ -154,7 +154,7 @@ class RunOptions(msgspec.Struct, frozen=True):
     strategy: Annotated[
         str,
         Option(
-            "How to learn it: allreduce, ps:sync, ps:async or ps:ssp:staleness=S (parameter servers), sandblaster "
+            "The strategy: allreduce, ps:sync, ps:async or ps:ssp:staleness=S (parameter servers), sandblaster "
             "(L-BFGS), local_sgd:H, pipeline:K, tensor:K, sharded, or degrees such as dp2.tp2.pp2 and dp2.fsdp2; "
             "options follow after colons, as in allreduce:gloo, ps:sync:servers=3:backups=1, "
             "ps:async:adaptive:dc=0.04, pipeline:4:zbv; with a compression for slow links as in allreduce:int8, "
@@ -199,7 +199,7 @@ class RunOptions(msgspec.Struct, frozen=True):
         Option("Weights to begin with: a run, a checkpoint, a .safetensors file.", flag="--from", metavar="PATH"),
     ] = ""
     profile: Annotated[
-        str, Option('Steps to profile, as in "10:20"; "auto": some after the first ones.', check=profile_plan)
+        str, Option('Steps to profile, as in "10:20"; "auto": some steps after the first ones.', check=profile_plan)
     ] = ""
     most_steps: Annotated[int, Option("End the run after this many steps; 0: as many as the job has.", least=0)] = 0
 

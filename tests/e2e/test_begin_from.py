@@ -80,7 +80,7 @@ def test_killed_before_its_first_checkpoint(start: Start, distbelief: Cli, sourc
 @pytest.mark.parametrize(
     ("setting", "texts"),
     [
-        ("wide=65", ["model/padding: float32 [64] in what is to be loaded, float32 [65] in the job"]),
+        ("wide=65", ["model/padding: float32 [64] in the saved state, float32 [65] in the job"]),
         ("width=9", ["model/enter.weight", "[8, 6]", "[9, 6]"]),
     ],
     ids=["trained", "frozen"],

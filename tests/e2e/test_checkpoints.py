@@ -75,7 +75,7 @@ def test_a_second_signal_does_not_wait(start: Start, distbelief: Cli, tmp_path: 
     run = start("train", JOB, *HOLDS, *SIXTY, "--run-dir", "run", "--workers", 2, "--save-every", "end")
     until(lambda: step(run_dir), run)
     run.signal(signal.SIGTERM)
-    until(lambda: [text for text in notices(run_dir) if "the same again stops it at once" in text], run)
+    until(lambda: [text for text in notices(run_dir) if "a second signal stops it at once" in text], run)
     run.signal(signal.SIGTERM)
     outcome = run.wait()
     assert outcome.status == 143

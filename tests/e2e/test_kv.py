@@ -145,7 +145,7 @@ def test_synchronous_workers_get_the_sum(service: str) -> None:
 
 
 def test_a_barrier_says_who_is_missing(service: str) -> None:
-    missing = r"workers 0, 2 of 3 did not come to the barrier in 0\.2 s"
+    missing = r"workers 0, 2 of 3 did not reach the barrier in 0\.2 s"
     with kv.connect(service, rank=1, workers=3) as store, pytest.raises(DistBeliefError, match=missing):
         store.barrier(timeout_s=0.2)
 

@@ -135,5 +135,5 @@ def test_a_job_whose_time_is_up_saves_goes_back_into_the_queue_and_goes_on(slurm
     assert is_complete(run), said
     assert "the run goes on from step" in said
     assert f"weights sha256: {undisturbed(*JOB)}" in said
-    hosts = {host for line in said.splitlines() if "has come" in line for host in [line.split()[2]]}
+    hosts = {host for line in said.splitlines() if "has joined, with room" in line for host in [line.split()[2]]}
     assert hosts == {"n2"}

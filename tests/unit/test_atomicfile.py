@@ -31,7 +31,7 @@ def fail(draft: Path) -> None:
 
 
 def refuse(draft: Path) -> None:
-    raise DistBeliefError("it reads back otherwise")
+    raise DistBeliefError("it has other bytes when it is read back")
 
 
 @pytest.mark.parametrize(

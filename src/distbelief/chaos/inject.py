@@ -199,7 +199,7 @@ class Injector:
     def missed(self) -> list[str]:
         """The sentences that were not carried out, each with the reason."""
         late = [f"{fault} (the run ended before)" for fault in timeline.never_due(self._pending)]
-        return late + [f"{fault} (nobody would have been left to go on)" for fault in self._waiting]
+        return late + [f"{fault} (no member would have been left)" for fault in self._waiting]
 
     @property
     def journal(self) -> list[Record]:

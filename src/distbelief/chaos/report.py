@@ -62,7 +62,7 @@ def sentence(verdict: Verdict, missed: Sequence[str]) -> str:
         weights += " within rounding"
     if verdict.reexecuted:
         weights += f", {text.count(verdict.reexecuted, 'step')} executed again"
-    left = f"; {text.count(len(missed), 'fault')} came to nothing" if missed else ""
+    left = f"; {text.count(len(missed), 'fault')} not carried out" if missed else ""
     return f"{began} {weights}, no step lost, every sample visited once{left}."
 
 
@@ -113,7 +113,7 @@ def _weights(verdict: Verdict) -> str:
     if near is None:
         return "equal to the twin's" if verdict.weights_equal else "NOT equal to the twin's"
     if near.noisy:
-        return "not comparable: after so many steps rounding alone leads elsewhere; train fewer"
+        return "not comparable: with this number of steps, rounding alone changes the weights; train fewer"
     apart = f"at most {near.relative:.2g} of a tensor's largest number apart"
     if near.equal:
         return f"equal to the twin's within rounding ({apart})" if near.relative else "equal to the twin's"

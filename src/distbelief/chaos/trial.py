@@ -150,7 +150,7 @@ def _with_and_without_a_nudge(plan: Plan, steps: int, stream: TextIO) -> tuple[T
     folders = plan.run_dir / "plain", plan.run_dir / "nudged"
     for folder in folders:
         if not (folder / "weights.safetensors").exists():
-            print(f"what rounding alone does ({folder.name}):", file=stream, flush=True)
+            print(f"the effect of rounding alone ({folder.name}):", file=stream, flush=True)
             run_plain(plan.job, plan.settings, steps, folder, nudged=folder.name == "nudged")
     plain, nudged = map(_trained, folders)
     return plain, nudged

@@ -259,5 +259,5 @@ def _fault(manifest: Manifest) -> str:
         if fault := coverage_fault(t.name, t.shape, t.stretches):
             return fault
     if format_of(manifest.tensors) > manifest.format_version:
-        return f"it has boxes of tensors, which format {manifest.format_version} has not"
+        return f"it has boxes of tensors, which format {manifest.format_version} does not allow"
     return ""

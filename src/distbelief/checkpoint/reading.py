@@ -102,7 +102,7 @@ def read_manifest(folder: Where, step: int) -> Manifest:
     if data is None:
         raise CheckpointMissing(
             f"there is no checkpoint of step {step}: {place.url_of(m.MANIFEST)} is missing",
-            hint="a folder without it is the rest of a save that was cut short; choose another step",
+            hint="a folder without a manifest is an interrupted save; choose another step",
         )
     return m.decode(data, place.url_of(m.MANIFEST), step)
 

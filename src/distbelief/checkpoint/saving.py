@@ -84,10 +84,10 @@ def seal(folder: Where, step: int, facts: Facts, part_records: Sequence[PartReco
     for part in range(1, len(parts) + 1):
         if parts[part].file != m.part_name(part, len(parts)):
             names = ", ".join(sorted(record.file for record in part_records))
-            raise CheckpointIncomplete(f"{place.url} cannot be sealed: these parts are no whole set: {names}")
+            raise CheckpointIncomplete(f"{place.url} cannot be sealed: these parts are not a complete set: {names}")
         if present.get(parts[part].file) != parts[part].size_bytes:
             raise CheckpointIncomplete(
-                f"{place.url} cannot be sealed: {parts[part].file} is not there, or not with the size it was written",
+                f"{place.url} cannot be sealed: {parts[part].file} is missing, or its size has changed",
                 hint="another process has changed the folder; save again",
             )
     tensors = _table(place, {part: record.entries for part, record in parts.items()})
@@ -142,7 +142,7 @@ def _table(place: Folder, held: Mapping[int, Iterable[PartEntry]]) -> tuple[Tens
     for name, entry in seen.items():
         if fault := coverage_fault(name, entry.shape, stretches[name]):
             raise CheckpointIncomplete(
-                f"{place.url} cannot be sealed: {fault}", hint="the members disagree about who saves what; save again"
+                f"{place.url} cannot be sealed: {fault}", hint="the members disagree about their parts; save again"
             )
     return tuple(
         TensorRecord(name, seen[name].dtype, seen[name].shape, tuple(sorted(stretches[name], key=lambda s: s.first)))
@@ -171,7 +171,7 @@ def surplus(
     [15]
     """
     if last < 1 or (every is not None and every < 1):
-        raise ValueError("at least the newest checkpoint is kept, and every step is a multiple of 1: give 1 or more")
+        raise ValueError("keep at least 1 checkpoint, and multiples of at least 1")
     kept = set(sorted(checkpoints)[-last:])
     if every is not None:
         kept |= {step for step in checkpoints if step % every == 0}

@@ -25,8 +25,8 @@ Where = str | os.PathLike[str]
 _DRAFT = ".draft-"
 _FULL = "free some space there, or keep fewer checkpoints"
 _LOCAL_HINT = "check that the folder's path is right"
-_STORE_HINT = "check the address, the keys and whether the store is up; what was sealed before is still there"
-_RIGHTS = "check who may write and read there, or choose another folder"
+_STORE_HINT = "check the address, the keys and whether the store is up; sealed checkpoints are still there"
+_RIGHTS = "check the read and write permissions there, or choose another folder"
 _HINTS = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
@@ -69,7 +69,7 @@ def folder_at(where: Where) -> Folder:
     except ImportError as error:
         raise StorageFailed(
             f"cannot use {url}: {error}",
-            hint="for S3: pip install 'distbelief[s3]'; for others, what the message names",
+            hint="for S3: pip install 'distbelief[s3]'; for other stores, install the package that the message names",
         ) from error
     except ValueError as error:
         raise StorageFailed(

@@ -156,11 +156,11 @@ def write_weights(
                 every.add_blocks(name, outline, blocks)
                 del value, blocks  # before the next tensor is made
         if left:
-            raise ValueError(f"these tensors never came: {', '.join(sorted(left))}")
+            raise ValueError(f"these tensors are missing: {', '.join(sorted(left))}")
         with writing(path):
             found = _read_back(draft, header, placed, where, outlines)
         if found != written.hexdigest():
-            raise DistBeliefError(f"what was written for {path} reads back otherwise", hint="look at the disk")
+            raise DistBeliefError(f"{path} has other bytes when it is read back", hint="check the disk")
     return every.hexdigest()
 
 

@@ -47,12 +47,12 @@ def chaos(
     random: Annotated[
         int, typer.Option(metavar="N", min=0, help="Instead of --faults: N random schedules, one after another.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="What random choices follow from.")] = 0,
-    strategy: Annotated[str, typer.Option(help="How to learn it.")] = "allreduce",
+    seed: Annotated[int, typer.Option(help="The seed of all random choices.")] = 0,
+    strategy: Annotated[str, typer.Option(help="The strategy, as for `train`.")] = "allreduce",
     settings: Settings = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where both runs are kept. Default: runs/chaos-NAME-ID.", show_default=False),
+        typer.Option(metavar="DIR", help="The folder of both runs. Default: runs/chaos-NAME-ID.", show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the verdict as one JSON object on stdout.")] = False,
 ) -> None:

@@ -21,7 +21,7 @@ def checkpoint(
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Wait no longer than this.")] = 600.0,
     json: Annotated[bool, typer.Option("--json", help="Print the checkpoint as one JSON object.")] = False,
 ) -> None:
-    """Save a checkpoint of a run while it trains. Returns when it is whole."""
+    """Save a checkpoint of a run while it trains. Returns when the checkpoint is complete."""
     ctx.meta[MACHINE_OUTPUT] = json
     from distbelief.checkpoint.manifest import step_name
     from distbelief.control.messages import CheckpointRequested
@@ -55,9 +55,9 @@ def _await(run: Path, step: int, known: int, timeout_s: float) -> dict[str, Any]
             if record.get("kind") == "checkpoint" and record["step"] >= step:
                 return record
         if over:
-            raise DistBeliefError(f"the run ended before the checkpoint was there: {over['reason']}")
+            raise DistBeliefError(f"the run ended before the checkpoint was complete: {over['reason']}")
         time.sleep(_LOOK_EVERY_S)
     raise DistBeliefError(
-        f"the checkpoint of step {step} is not there after {timeout_s:.0f} s",
-        hint=f"the notices in {run / 'metrics.jsonl'} say what went wrong; it may still come",
+        f"the checkpoint of step {step} is not complete after {timeout_s:.0f} s",
+        hint=f"the notices in {run / 'metrics.jsonl'} give the reason; the checkpoint may still be completed",
     )

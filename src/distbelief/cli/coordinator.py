@@ -29,7 +29,7 @@ def coordinator(
     settings: Settings = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where the run is kept; a folder that all hosts share.", show_default=False),
+        typer.Option(metavar="DIR", help="The run directory; a folder that all hosts share.", show_default=False),
     ] = None,
     *,
     options: dict[str, Any],

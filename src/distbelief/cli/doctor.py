@@ -18,30 +18,28 @@ def doctor(
         str,
         typer.Option(
             metavar="HOST:PORT|RUN",
-            help="Where another doctor listens, or the coordinator of a run; the run is not disturbed.",
+            help="The address of a listening doctor, or a run (which is not disturbed).",
             show_default=False,
         ),
     ] = "",
     listen: Annotated[
         str,
-        typer.Option(
-            metavar="HOST[:PORT]", help="Wait here for the doctors of other hosts, and lead them.", show_default=False
-        ),
+        typer.Option(metavar="HOST[:PORT]", help="Listen here for the doctors of other hosts.", show_default=False),
     ] = "",
-    hosts: Annotated[int, typer.Option(min=2, help="With --listen: how many hosts there are, with this one.")] = 2,
+    hosts: Annotated[int, typer.Option(min=2, help="With --listen: the number of hosts, this one included.")] = 2,
     wait: Annotated[
         float, typer.Option(min=1, metavar="SECONDS", help="With --listen: the longest wait for other hosts.")
     ] = 120,
     key: KeyFile = None,
-    run_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where runs are to be kept.")] = Path("runs"),
+    run_dir: Annotated[Path, typer.Option(metavar="DIR", help="The folder for run directories.")] = Path("runs"),
     json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object on stdout.")] = False,
 ) -> None:
-    """Look for what would go wrong: versions, processor, memory, disk, network, GPUs, leftovers.
+    """Check this machine for problems: versions, processor, memory, disk, network, GPUs, leftover processes.
 
-    With --listen on one host and --join on the others, also what differs between them: versions, clocks, and the
-    measured link between every pair. With --join and a run's address: whether this host could take part in the run.
+    With --listen on one host and --join on the others, also compare the hosts: versions, clocks, and the measured link
+    between every pair. With --join and a run's address, check whether this host could take part in the run.
 
-    The exit status is 0 if all is well, 1 if there are problems.
+    The exit status is 0 without problems, 1 with problems.
     """
     ctx.meta[MACHINE_OUTPUT] = json
     if join and listen:

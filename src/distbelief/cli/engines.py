@@ -50,7 +50,7 @@ def placed(asked: LauncherRequest) -> Iterator[Leading | None]:
 
     place = find_place(asked, os.environ)
     if place is None:
-        typer.echo("evaluation is a part of the run: there is nothing to do for an evaluator")
+        typer.echo("an evaluator process has nothing to do: workers evaluate during the run")
         raise typer.Exit
     if not place.leads:
         raise typer.Exit(follow(asked, place))

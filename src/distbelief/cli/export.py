@@ -39,7 +39,7 @@ def export(
     ] = None,
     model_of: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="For a SOURCE that is no run: the run whose job makes its model."),
+        typer.Option(metavar="RUN", help="If SOURCE is not a run: the run whose job makes the model."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")] = False,

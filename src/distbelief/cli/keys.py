@@ -32,7 +32,7 @@ def new(file: Annotated[Path, typer.Argument(help="The file to write; it must no
 
 @keys.command()
 def check(file: Annotated[Path, typer.Argument(help="The key file.")]) -> None:
-    """Say whether a key file can be used."""
+    """Check whether a key file can be used."""
     read_key(file)
     typer.echo(f"{file} is a key, and readable by its owner alone")
 

@@ -16,7 +16,7 @@ from distbelief.errors import DistBeliefError
 
 def kv(
     ctx: typer.Context,
-    servers: Annotated[int, typer.Option(min=1, help="Servers. With one, its death loses all values.")] = 2,
+    servers: Annotated[int, typer.Option(min=1, help="The number of servers; with 1, its death loses all values.")] = 2,
     listen: Annotated[
         str,
         typer.Option(
@@ -34,7 +34,7 @@ def kv(
         ),
     ] = None,
     no_shared_memory: Annotated[
-        bool, typer.Option("--no-shared-memory", help="Values always travel over sockets, also on this machine.")
+        bool, typer.Option("--no-shared-memory", help="Send values over sockets, also on this machine.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the connection file as one JSON object.")] = False,
 ) -> None:

@@ -20,16 +20,16 @@ from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.launch.processes import WORKER_ENVIRONMENT
 
 _STEP_HELP = (
-    "The step to replay, counted from 0. Default: the one at which the run failed; if its parameters were not finite "
+    "The step to replay, counted from 0. Default: the step at which the run failed; if the parameters were not finite "
     "by then, the step that made them so."
 )
 _SHARD_HELP = (
-    "Look into this shard only: its loss, its gradients. The step is still executed whole, so the verdict is that of "
+    "Show the loss and the gradients of this shard only. The whole step is still executed, and the verdict is about "
     "the whole step."
 )
 _DEBUG_HELP = (
-    "Stop in the debugger (pdb) before the forward pass of the shard (--shard, or the one that failed, or the first), "
-    "with model, batch, target, step, shard and indices at hand."
+    "Stop in the debugger (pdb) before the forward pass of the shard (--shard, else the shard that failed, else the "
+    "first), with the variables model, batch, target, step, shard and indices."
 )
 
 
@@ -39,15 +39,13 @@ def replay(
     step: Annotated[int | None, typer.Option(min=0, metavar="N", help=_STEP_HELP, show_default=False)] = None,
     shard: Annotated[int | None, typer.Option(min=0, metavar="V", help=_SHARD_HELP, show_default=False)] = None,
     debug: Annotated[bool, typer.Option("--debug", help=_DEBUG_HELP)] = False,
-    device: Annotated[
-        str, typer.Option(help="Where to replay it. Default: the run's device; expect other bits on another one.")
-    ] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print what was found as one JSON object on stdout.")] = False,
+    device: Annotated[str, typer.Option(help="The device. Default: the run's; another device gives other bits.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object on stdout.")] = False,
 ) -> None:
-    """Execute one step of a run again, in one process, from the nearest checkpoint, and show what is in it.
+    """Execute one step of a run again, in one process, from the nearest checkpoint, and show its numbers.
 
-    Loss and samples per shard, gradients per layer, values that are not finite and where they come from, and whether
-    the step is the original one, bit for bit. The exit status is 1 if it is known to differ, else 0.
+    Shows loss and samples per shard, gradients per layer, values that are not finite and their origin, and whether the
+    step equals the original step bit for bit. The exit status is 1 if the step is known to differ, else 0.
     """
     ctx.meta[MACHINE_OUTPUT] = json
     if debug and json:

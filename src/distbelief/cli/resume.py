@@ -28,7 +28,7 @@ def resume(
     ] = None,
     strategy: Annotated[
         str | None,
-        typer.Option(help="How to learn it; any strategy that `train` takes. Default: as before.", show_default=False),
+        typer.Option(help="Any strategy that `train` takes. Default: as before.", show_default=False),
     ] = None,
     on: On = LOCAL,
     listen: Annotated[

@@ -20,20 +20,20 @@ def slurm(
         list[str] | None,
         typer.Argument(metavar="[-- OPTIONS]", help="Options of `train`, after --.", show_default=False),
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1,
-    workers_per_node: Annotated[int, typer.Option(min=1, metavar="K", help="Worker processes on each.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="The number of hosts.")] = 1,
+    workers_per_node: Annotated[int, typer.Option(min=1, metavar="K", help="Worker processes on each host.")] = 1,
     time: Annotated[
-        str, typer.Option(metavar="12:00:00", help="The time limit of one turn. Default: the partition's.")
+        str, typer.Option(metavar="12:00:00", help="The time limit of the batch job. Default: the partition's.")
     ] = "",
-    partition: Annotated[str, typer.Option(metavar="NAME", help="Where to queue. Default: Slurm's choice.")] = "",
+    partition: Annotated[str, typer.Option(metavar="NAME", help="The partition. Default: Slurm's choice.")] = "",
     run_dir: Annotated[
         str,
-        typer.Option(metavar="DIR", help="Where the run is kept, seen by all nodes. Default: runs/NAME-slurm-JOBID."),
+        typer.Option(metavar="DIR", help="The run directory, seen by all nodes. Default: runs/NAME-slurm-JOBID."),
     ] = "",
 ) -> None:
     """Print a batch script: `distbelief slurm job.py --nodes 4 > run.sbatch && sbatch run.sbatch`.
 
-    It saves a checkpoint before its time is up, goes back into the queue, and goes on from there.
+    The batch job saves a checkpoint before its time is up, requeues itself, and resumes from the checkpoint.
     """
     from distbelief.launch.launchers.rules.batchscript import Batch, script
 

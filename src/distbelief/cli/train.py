@@ -45,7 +45,7 @@ def train(
     settings: Settings = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where the run is kept. Default: runs/NAME-ID.", show_default=False),
+        typer.Option(metavar="DIR", help="The run directory. Default: runs/NAME-ID.", show_default=False),
     ] = None,
     *,
     options: dict[str, Any],

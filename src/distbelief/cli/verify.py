@@ -19,12 +19,12 @@ from distbelief.cli.train import check_job_file, parse_settings
 STEPS = 50
 STEPS_INEXACT = 10
 _STEPS_HELP = (
-    f"Stop both after this many steps, if the job has as many. Default: {STEPS}; {STEPS_INEXACT} for strategies that "
-    "do not promise the same bits, since training makes small differences large."
+    f"Stop both runs after at most K steps. Default: {STEPS}; {STEPS_INEXACT} for strategies that do not promise the "
+    "same bits, because training amplifies small differences."
 )
 _TOLERANCE_HELP = (
-    "How far apart weights that count as equal may be: for each tensor, the largest difference over the largest "
-    "number in it. Default: 1e-4; 2e-2 where bf16 or fp16 is at work."
+    "The largest difference between equal weights, relative to the largest number of the tensor. Default: 1e-4; 2e-2 "
+    "with bf16 or fp16."
 )
 
 
@@ -51,7 +51,7 @@ def verify(
     tolerance: Annotated[float | None, typer.Option(min=0, help=_TOLERANCE_HELP, show_default=False)] = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep both runs here. Default: they are not kept.", show_default=False),
+        typer.Option(metavar="DIR", help="Keep both runs here. Default: delete them.", show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the verdict as one JSON object on stdout.")] = False,
 ) -> None:

@@ -29,7 +29,7 @@ def worker(
         ),
     ] = "",
 ) -> None:
-    """Join a run with more workers, until it ends. After Ctrl-C or SIGTERM they hand over their work and leave.
+    """Add workers to a run, until it ends. After Ctrl-C or SIGTERM the workers hand over their work and leave.
 
     The run must have been started with --listen, or by `distbelief coordinator`. It may also be started later.
     """

@@ -48,7 +48,7 @@ def read(codec: Codec, block: Tensor, out: Tensor) -> None:
     if any(not 0 <= count <= space.numel() for count, space in zip(counts, room, strict=True)):
         raise DistBeliefError(
             f"a {codec} message of {out.numel()} elements says that its frames have {counts}",
-            hint="it was mixed up on its way; the same version must run on both sides",
+            hint="the message was corrupted in transit; run the same version on both sides",
         )
     frames = [space[:count] for count, space in zip(counts, room, strict=True)]
     codec.decode(Header(str(codec), out.numel()), frames, out)

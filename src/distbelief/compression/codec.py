@@ -122,7 +122,7 @@ def received(
     if header.length < 0 or sizes != wanted:
         raise DistBeliefError(
             f"a {codec} message of {header.length} elements has frames of {sizes} bytes, expected {wanted}",
-            hint="the message was cut or mixed up on its way; the same version must run on both sides",
+            hint="the message was truncated or corrupted in transit; run the same version on both sides",
         )
     return [
         frame.reshape(-1).view(dtype) if count else torch.empty(0, dtype=dtype)

@@ -260,7 +260,7 @@ class TopK:
         sent = frames[0].numel() * frames[0].element_size() // 4 if frames else 0
         places, values = received(self, header, frames, (torch.int32, sent), (torch.float32, sent))
         if sent and not 0 <= int(places.min()) <= int(places.max()) < header.length:
-            raise DistBeliefError(f"a {self} message of {header.length} elements names places outside of it")
+            raise DistBeliefError(f"a {self} message of {header.length} elements has indices outside of it")
         out = output(header, out).zero_()
         return out.index_copy_(0, places.long(), values)
 

@@ -76,7 +76,7 @@ def checked_fraction(fraction: float) -> float:
     if not 0.0 < fraction <= 0.5:
         raise JobError(
             f"top-k cannot send the fraction {fraction:g} of a vector",
-            hint="0.01 sends one element in a hundred; above 0.5 the places cost more than is saved",
+            hint="0.01 sends one element in a hundred; above 0.5 the indices cost more than is saved",
         )
     return fraction
 

@@ -122,7 +122,7 @@ def _own(host: str, listen: str, machine: Machine) -> str:
     """The address of this machine that the user means by `host`."""
     if "%" in host or _is_link_local(host):
         raise JobError(
-            f"--listen {listen}: a link-local address means something else on every host, so nobody can be told it",
+            f"--listen {listen}: a link-local address means something else on every host, so other hosts cannot use it",
             hint=_choices(machine) or _EXAMPLE,
         )
     if host in _EVERYWHERE:

@@ -27,7 +27,7 @@ def new_key(path: Path) -> None:
         with open(fd, "w") as file:
             file.write(secrets.token_hex(KEY_BYTES) + "\n")
     except FileExistsError:
-        raise DistBeliefError(f"{path} is there already", hint="a key is never overwritten: name another") from None
+        raise DistBeliefError(f"{path} exists already", hint="a key is never overwritten: name another") from None
     except OSError as error:
         raise DistBeliefError(
             f"cannot write a key to {path}: {error.strerror}", hint="name a file in a folder that you can write to"
@@ -45,7 +45,7 @@ def read_key(path: Path) -> bytes:
     if mode & 0o077:
         raise DistBeliefError(
             f"the key file {path} can be read by others (its mode is {stat.S_IMODE(mode):03o})",
-            hint=f"chmod 600 {path}; if somebody may have read it, make a new key",
+            hint=f"chmod 600 {path}; if another user may have read it, make a new key",
         )
     try:
         key = bytes.fromhex(text.decode("ascii").strip())
@@ -53,7 +53,7 @@ def read_key(path: Path) -> bytes:
         key = b""
     if len(key) != KEY_BYTES:
         digits = 2 * KEY_BYTES
-        raise DistBeliefError(f"{path} holds no key, which is {digits} hexadecimal digits", hint=HOW_TO_MAKE_ONE)
+        raise DistBeliefError(f"{path} holds no key: a key is {digits} hexadecimal digits", hint=HOW_TO_MAKE_ONE)
     return key
 
 

@@ -32,9 +32,9 @@ _GREETING = _SIGNATURE + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)  # 
 
 _UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EACCES, errno.EINVAL, errno.EPERM)
 _ADVICE: dict[What, str] = {
-    "refused": "nothing listens on that port there: does the run still go on, and is it the port that the run printed?",
+    "refused": "no process listens on that port: is the run still running, and is this the port that it printed?",
     "silent": "packets get lost on the way: is the host up, and do the firewalls in between let that port through?",
-    "no route": "this machine has no way to that network: check its network cards and routes (`ip route`)",
+    "no route": "this machine has no route to that network: check its network cards and routes (`ip route`)",
     "failed": "check the address",
 }
 
@@ -146,16 +146,16 @@ def unanswered(endpoint: str, server_key: bytes, who: str = "the coordinator") -
         found = handshake(endpoint, server_key)
     if found == "another key":
         return DistBeliefError(
-            f"{who} at {endpoint} does not let us in: it has another key",
-            hint="use the same key file as there; a run that was started without one makes a new key each time",
+            f"{who} at {endpoint} refuses this host: it has another key",
+            hint="use the run's key file; a run started without --key makes a new key each time",
         )
     if found != "ours":
         said = "says nothing" if found == "nothing" else "speaks another protocol"
         return DistBeliefError(
-            f"what listens at {endpoint} is not DistBelief: it {said}", hint="check the port: it is the one printed"
+            f"what listens at {endpoint} is not DistBelief: it {said}", hint="use the port that the coordinator printed"
         )
     return DistBeliefError(
-        f"{who} at {endpoint} is there and takes our key, but gives no answer",
+        f"{who} at {endpoint} accepts our key, but does not answer",
         hint="it may be overloaded or another version: look at its log, and at `distbelief --version` on both hosts",
     )
 

@@ -137,8 +137,8 @@ def _read_order(fd: int) -> Order:
             raise ValueError(f"the secret must have {SECRET_BYTES} bytes")
     except ValueError as error:  # msgspec's errors are ValueErrors too
         raise DistBeliefError(
-            f"the coordinator was started with a wrong order: {error}",
-            hint='it wants one JSON line on stdin: {"run_dir", "secret", "listen", "config"}',
+            f"the coordinator got a wrong start message: {error}",
+            hint='it expects one JSON line on stdin: {"run_dir", "secret", "listen", "config"}',
         ) from error
     return order
 

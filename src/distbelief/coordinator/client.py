@@ -48,7 +48,7 @@ def ask_for_seat(run_dir: Path, pid: int, timeout_s: float = 10.0) -> int:
     if isinstance(answer, Admit):
         return answer.worker
     why = answer.text if isinstance(answer, Answer) else "is it another version?"
-    raise DistBeliefError(f"the run in {run_dir} takes no new worker: {why}")
+    raise DistBeliefError(f"the run in {run_dir} admits no new worker: {why}")
 
 
 def _answer_to(run_dir: Path, event: Event, timeout_s: float) -> Command | None:
@@ -93,4 +93,4 @@ def _advertisement(run_dir: Path) -> dict[str, str]:
             raise DistBeliefError(f"the run in {run_dir} is not running", hint="it has ended or was stopped") from None
         raise DistBeliefError(f"{run_dir} is no run directory", hint="give the folder that `train` printed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DistBeliefError(f"cannot read {run_dir / _FILE}: {error}", hint="is the run yours?") from error
+        raise DistBeliefError(f"cannot read {run_dir / _FILE}: {error}", hint="is it your run?") from error

@@ -200,5 +200,5 @@ def _temporary(path: Path) -> Path:
 def _cannot(what: str, path: Path, error: OSError) -> DistBeliefError:
     return DistBeliefError(
         f"cannot {what} the journal {path}: {error.strerror or error}",
-        hint="check that the run directory is there, that it is yours to write, and that the disk is not full",
+        hint="check that the run directory exists, that you may write to it, and that the disk is not full",
     )

@@ -88,7 +88,7 @@ def keep_trace(run_dir: Path, part: TracePart) -> str:
     """
     name = _TRACE_NAME.fullmatch(part.name)
     if not name or int(name[1]) != part.worker or not 0 <= part.at <= MOST_TRACE_BYTES - len(part.content):
-        return f"worker {part.worker} sent a part of a profile that has no place here"
+        return f"worker {part.worker} sent a part of a profile with a wrong name or size"
     try:
         fd = os.open(
             run_dir / PROFILE_FOLDER / part.name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644

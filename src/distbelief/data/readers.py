@@ -116,7 +116,7 @@ class Readers:
         while key not in self._finished and self._dead is None:
             left_ms = None if end is None else max(0, round((end - time.monotonic()) * 1000))
             if left_ms == 0:
-                raise TimeoutError(f"the batch {key} was not there after {timeout_s} s")
+                raise TimeoutError(f"the batch {key} was not ready after {timeout_s} s")
             self._collect(left_ms)
         if self._dead is not None:
             raise self._dead
@@ -291,7 +291,7 @@ def _cause_of_death(pid: int) -> tuple[str, str]:
     if killer in _CRASHES:
         hint = "native code that the data set calls has crashed; read these samples alone to find which one"
     elif killer == signal.SIGKILL:
-        hint = "somebody killed it, or the kernel did when memory ran out (see dmesg); fewer `readers` take less memory"
+        hint = "a user killed it, or the kernel did when memory ran out (see dmesg); fewer `readers` take less memory"
     else:
         hint = "some other process sent this signal"
     return f"was killed by {killer.name}", hint

@@ -150,7 +150,7 @@ def _checked_dataset(data: Any) -> Any:
     if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
         raise JobError(
             f"the data ({kind}) can only be iterated; any sample must be readable by its number",
-            hint="give a data set with __len__ and __getitem__: order, sharing out and resuming need it",
+            hint="give a data set with __len__ and __getitem__: order, shards and resuming need it",
         )
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(data, name)]
     if missing:

@@ -59,7 +59,7 @@ class Connection:
             if self._socket.poll(int(left_s * 1000) + 1):
                 with contextlib.suppress(msgspec.MsgspecError):  # a message of another kind
                     return messages.decode_from_leader(self._socket.recv_multipart()[-1])
-        raise unanswered(self.endpoint, self._key, "who listens")
+        raise unanswered(self.endpoint, self._key, "the process")
 
     def ask(self) -> tuple[RunFacts | messages.Gathering, list[Exchange]]:
         """Ask for the other end's kind and clock, several times."""

@@ -226,6 +226,6 @@ def _meet(line: Connection, exchanges: Sequence[Exchange], host: Host, say: Say)
                 case messages.Concluded():
                     return message.report
                 case messages.Dissolved():
-                    raise DistBeliefError(message.reason, hint="start it there again, and then here")
+                    raise DistBeliefError(message.reason, hint="start the doctor there again, and then here")
                 case _:
                     continue

@@ -181,7 +181,7 @@ def in_words(difference: float, samples: Sequence[int]) -> str:
 def _wrong(what: str) -> DistBeliefError:
     return DistBeliefError(
         f"the exported model gives other outputs than the model: {what}",
-        hint="nothing was written; does the model do something else each time it is called?",
+        hint="nothing was written; does the model give another output each time it is called?",
     )
 
 

@@ -221,7 +221,7 @@ class Store:
                 raise CallTimedOut(
                     f"worker{'s' * (len(missing) > 1)} {', '.join(missing)} of {found.workers} did not come to the"
                     f" barrier in {seconds:g} s",
-                    hint="see whether they are alive; all have to be connected with the same number of workers",
+                    hint="check that they are alive; all must connect with the same number of workers",
                 ) from None
 
     def wait(self) -> None:
@@ -257,7 +257,7 @@ class Store:
     def _calling(self) -> Iterator[Transfers]:
         with self._lock, torch.no_grad():
             if self._over:
-                raise DistBeliefError(f"this store is over: {self._over}", hint="kv.connect(…) makes another")
+                raise DistBeliefError(f"this store is closed: {self._over}", hint="kv.connect(…) makes another")
             try:
                 yield self._transfers
             except Aborted:
@@ -311,7 +311,7 @@ def initialise(transfers: Transfers, wanted: dict[str, tuple[Form, torch.Tensor 
                 )
             if entries[key].form != form:
                 raise DistBeliefError(
-                    f"'{key}' is there already, as {describe(entries[key].form)}; now it was to be {describe(form)}",
+                    f"'{key}' exists already, as {describe(entries[key].form)}; this call says {describe(form)}",
                     hint="use another key, or the same shape, type and options on all workers",
                 )
         mine = [key for key, entry in entries.items() if entry.owner == transfers.me and not entry.sealed]

@@ -201,7 +201,7 @@ class Supervisor:
         except EOFError:
             self._loop.unwatch(self._zygote.socket)
             self._failed = supervision.Fail(
-                "the process that starts servers has ended, and they with it", "look in starter.log"
+                "the process that starts servers has ended, and the servers with it", "look in starter.log"
             )
             return
         self._exited(event)

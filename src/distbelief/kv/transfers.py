@@ -74,7 +74,7 @@ class Transfers:
 
     def settle(self) -> None:
         """Wait until every push is acknowledged."""
-        self.client.settle(self.deadline("servers have not answered to what was pushed"))
+        self.client.settle(self.deadline("servers have not acknowledged the pushes"))
         self._buffers.reclaim(self.client.waits_for)
 
     # --- the catalogue -----------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Transfers:
             found: list[int] = []
             self.client.ask(
                 [_rounds_of(self.me, key, number) for number in slices],
-                self.deadline(f"servers did not tell of '{key}'"),
+                self.deadline(f"servers did not answer about '{key}'"),
                 lambda letter: found.append(letter.message.rounds),
             )
             self._rounds[key] = min(found, default=0)
@@ -245,7 +245,7 @@ def _rounds_of(me: int, key: str, number: int) -> Callable[[int], PullKey]:
 def _require(there: bool, key: str) -> None:
     if not there:
         raise DistBeliefError(
-            f"a server has nothing of '{key}'", hint="it was declared, but its servers do not know it: report this"
+            f"a server has no data of '{key}'", hint="it was declared, but its servers do not know it: report this"
         )
 
 

@@ -94,7 +94,7 @@ def serve_host(
                 Authority(invitation.secret, sent.start),
                 Room(workers, servers),
                 show=lambda source, line: say(f"[{source}] {line}"),
-                broken=lambda: say(f"{name}: the process that starts workers has died; this host takes no more part"),
+                broken=lambda: say(f"{name}: the process that starts workers has died; this host leaves the run"),
                 elsewhere=StoreAddress(sent.store),
             )
             with contextlib.closing(agent):
@@ -126,7 +126,7 @@ def _offered(
         dial(socket, invitation.address, credential.coordinator_key)
         while time.monotonic() < deadline:
             if signals.count:
-                raise RunInterrupted(f"stopped by {signal_name(signals.received)} before the run had let us in")
+                raise RunInterrupted(f"stopped by {signal_name(signals.received)} before the run admitted this host")
             message = encode(offer)
             socket.send_multipart([signer.sign(message), message])
             if not socket.poll(int(OFFER_EVERY_S * 1000)):
@@ -140,7 +140,7 @@ def _offered(
                     case Welcome(host=name) if rest:
                         return name, rest[0]
                     case Answer(ok=False, text=text):
-                        raise DistBeliefError(f"the run at {invitation.address} does not take this host: {text}")
+                        raise DistBeliefError(f"the run at {invitation.address} does not admit this host: {text}")
                     case EndRun(reason=reason):
                         raise DistBeliefError(f"the run at {invitation.address} is over: {reason}")
             time.sleep(OFFER_EVERY_S)  # the coordinator is still starting
@@ -168,7 +168,7 @@ def _host(agent: Agent, address: str, signals: Signals, patience_s: float, say: 
         if agent.room.workers == 0 and agent.room.servers == 0 and agent.hosting.is_empty and not signals.count:
             return 1  # this host can start no more members
         if silent_s > patience_s or (silent_s > ABANDONED_S and agent.hosting.is_empty and agent.hosting.has_hosted):
-            say(f"{agent.host}: no word from the coordinator for {silent_s:.0f} s; this host ends its part")
+            say(f"{agent.host}: no word from the coordinator for {silent_s:.0f} s; this host leaves the run")
             agent.finish()
     return _status(agent, signals, say)
 
@@ -264,5 +264,5 @@ def _introduce(engine: socket.socket, run_dir: Path, number: int, secret: str) -
     except (OSError, EOFError) as error:
         raise DistBeliefError(
             f"the process that launched the run in {run_dir} does not admit this worker: {error}",
-            hint="is the run yours?",
+            hint="is it your run?",
         ) from error

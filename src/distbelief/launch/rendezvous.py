@@ -196,7 +196,7 @@ class LauncherStore:
             text = self._open().get(self._name).decode(errors="replace")
         except RuntimeError as error:
             raise DistBeliefError(
-                f"the first process of this launch has left no notice at {self._host}:{self._port}",
+                f"the first process of this launch has published no address at {self._host}:{self._port}",
                 hint="look at the output of the first host",
             ) from error
         if text.startswith("over "):
@@ -259,7 +259,7 @@ class SharedFolder:
             replace_file(self._path, msgspec.json.encode(_Note(self._job, notice)), private=True)
         except OSError as error:
             raise DistBeliefError(
-                f"cannot leave a notice for the other hosts in {folder}: {error.strerror}",
+                f"cannot publish the run's address in {folder}: {error.strerror}",
                 hint="give a --run-dir on a disk that all hosts share and that you can write to",
             ) from error
         self._called_off = notice.over >= 0
@@ -269,7 +269,7 @@ class SharedFolder:
         while (notice := self._found()) is None:
             if time.monotonic() > until:
                 raise DistBeliefError(
-                    f"the first process of this launch has left no notice in {self._path.parent}",
+                    f"the first process of this launch has published no address in {self._path.parent}",
                     hint="is that folder on a disk that all hosts share? give one with --run-dir",
                 )
             time.sleep(_LOOK_S)
@@ -288,7 +288,7 @@ class SharedFolder:
             return None
         except OSError as error:
             raise DistBeliefError(
-                f"cannot read {self._path}: {error.strerror}", hint="is the run directory yours?"
+                f"cannot read {self._path}: {error.strerror}", hint="does the run directory belong to your user?"
             ) from error
         return note.notice if note.job == self._job else None
 

@@ -84,7 +84,7 @@ def verdict(run_dir: Path, signals: Signals) -> dict[str, Any]:
         error.exit_code = 128 + signals.received
         raise error
     if record is None:
-        raise RunFailed("the coordinator ended without a word", hint=f"see {run_dir}/logs/coordinator.log")
+        raise RunFailed("the coordinator ended without a reason", hint=f"see {run_dir}/logs/coordinator.log")
     if record["status"] == "completed":
         return record
     raise _explain(record.get("failure", {}), record.get("reason", "the run failed"), run_dir)

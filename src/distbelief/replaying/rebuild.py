@@ -63,8 +63,8 @@ def loaded_here(run: RecordedRun) -> Iterator[Loaded]:
     if device != "cpu" and is_exact(run) and any(parse(strategy).servers for strategy in run.strategies):
         raise DistBeliefError(
             f"{run.run_dir} was trained with parameter servers: shards were computed on {device}, and steps "
-            "applied on processors, which one process does not do again",
-            hint="--device cpu replays it on a processor, where other bits are to be expected",
+            "applied on processors, which one process cannot repeat",
+            hint="--device cpu replays it on a processor, with other bits",
         )
     torch.set_num_threads(run.launch.options.threads)
     try:

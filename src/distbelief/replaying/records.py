@@ -79,7 +79,7 @@ def read_run(run_dir: Path) -> RecordedRun:
     losses = {int(record["step"]): float(record["loss"]) for record in records if record.get("loss") is not None}
     if not steps and (failure is None or failure.step < 0):
         why = f": {failure.message}" if failure else ""
-        raise DistBeliefError(f"the run {run_dir} has not come to its first step, so there is none to replay{why}")
+        raise DistBeliefError(f"the run {run_dir} has not reached its first step, so no step can be replayed{why}")
     facts = read_record(run_dir / "job.json", JobFacts)
     strategies = _strategies(run_dir, launch)
     return RecordedRun(run_dir, launch, facts, steps, failure, _weights_of(end), strategies, losses)

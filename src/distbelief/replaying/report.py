@@ -79,8 +79,8 @@ def _notes(found: Replayed) -> list[str]:
         told.append(f"note: {found.other_bits}")
     if found.failure and found.failure.step != found.step:
         told.append(f"The run failed at step {found.failure.step}: {found.failure.message}")
-        why = "its parameters were not finite any more by then, and this step made them so"
-        told.append(f"Replayed is step {found.step}: {why if found.broke_state else 'here it fails there already'}.")
+        why = "the parameters were not finite by then, and this step made them so"
+        told.append(f"Step {found.step} was replayed: {why if found.broke_state else 'here that step fails already'}.")
     elif found.failure:
         same = "here too" if found.error else "here it did not"
         told.append(f"The run failed at this step: {found.failure.message}; {same}.")
@@ -98,7 +98,7 @@ def _verdicts(found: Replayed) -> list[str]:
     elif found.verdict == "equal":
         told = [f"equal within rounding: loss {found.recorded_loss!r} in the run (it divided the model)"]
     elif not found.exact:
-        told = ["unknown: the run was not exact, so its bits depended on who its members were"]
+        told = ["unknown: the run was not exact, so its bits depended on its members"]
     elif found.recorded is None and found.committed:
         told = ["unknown: the run has left no fingerprint of this step (a run that fails may lose its last reports)"]
     elif found.recorded is None:
@@ -106,13 +106,13 @@ def _verdicts(found: Replayed) -> list[str]:
     else:
         told = ["unknown: the step could not be executed here"]
     if found.differs_from is not None:
-        told.append(f"On the way, fingerprints are others from step {found.differs_from} on.")
+        told.append(f"On the way, fingerprints differ from step {found.differs_from} on.")
     if not found.exact:
         return told
     meaning = {
-        "matched": "matched (as what followed in the run shows)",
-        "differs": "differs (what followed in the run was another)",
-        "unknown": "unknown (nothing followed in the run that could show it)",
+        "matched": "matched (the next step of the run shows it)",
+        "differs": "differs (the next step of the run was another)",
+        "unknown": "unknown (no later step of the run shows it)",
     }
     return [*told, f"update: {meaning[found.update]}"]
 

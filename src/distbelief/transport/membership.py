@@ -59,7 +59,7 @@ class Membership:
 
     def rendezvous(self) -> Rendezvous:
         if self.store is None:
-            raise DistBeliefError("the members are on several hosts, but this worker was told of no rendezvous store")
+            raise DistBeliefError("the members are on several hosts, but this worker got no rendezvous store")
         return Rendezvous(*self.store, self.name, credential=self.credential)
 
     def group(self) -> TorchGroup:

@@ -46,7 +46,7 @@ def lines(plan: Plan, found: Comparison) -> list[str]:
         beyond = sum(not one.explained(found.tolerance) for one in found.differences)
         what = f"{beyond} of them by more than" if beyond else "all of them by less than"
         told.append(
-            f"{len(found.differences)} of {tensors} differ, {what} {ABOVE_NOISE} times what rounding alone does. "
+            f"{len(found.differences)} of {tensors} differ, {what} {ABOVE_NOISE} times the effect of rounding alone. "
             f"{shows}"
         )
     return [*told, *_meaning(plan, found), "", *_table(found)]
@@ -55,17 +55,18 @@ def lines(plan: Plan, found: Comparison) -> list[str]:
 def _meaning(plan: Plan, found: Comparison) -> list[str]:
     if plan.against != PLAIN and not learn_alike(parse(plan.strategy), parse(plan.against)):
         return [
-            "local_sgd and sandblaster learn something else, by their nature. What one of them should learn is what "
-            "`--against plain` does."
+            "local_sgd and sandblaster compute other weights than other strategies. Use `--against plain` to check one "
+            "of them."
         ]
     if all(how == PLAIN or parse(how).exact for how in (plan.strategy, plan.against)):
-        return ["Both promise the same bits, so something is wrong, if only in the order of a sum."]
+        return ["Both promise the same bits, so there is an error, perhaps only in the order of a sum."]
     if found.noisy:
         return [
-            "After so many steps rounding alone leads elsewhere, so nothing can be said. Use fewer: --steps 10.",
+            "After this number of steps rounding alone makes the weights differ, so the result proves nothing. Use "
+            "fewer: --steps 10.",
         ]
     if found.verdict == "different" and any(parse(how).fuses_shards for how in _strategies(plan)):
-        return ["An inexact strategy takes shards together: dropout draws other numbers, BatchNorm sees other batches."]
+        return ["An inexact strategy fuses shards: dropout draws other numbers, BatchNorm sees other batches."]
     return []
 
 

@@ -70,7 +70,7 @@ def _with_and_without_a_nudge(plan: Plan, folder: Path, stream: TextIO) -> tuple
     plain = folder / ("against" if plan.against == PLAIN else "plain")
     if plan.against != PLAIN:
         _train(plan, PLAIN, plain, stream)
-    print("plain, from weights that are a rounding away:", file=stream, flush=True)
+    print("plain, from initial weights changed by one rounding:", file=stream, flush=True)
     run_plain(plan.job, plan.settings, plan.most_steps, folder / "nudged", nudged=True)
     return _read(plain), _read(folder / "nudged")
 
@@ -100,7 +100,7 @@ def _folder(wanted: Path | None, stream: TextIO) -> Iterator[Path]:
     try:
         yield folder
     except RunFailed:
-        print(f"both runs, as far as they came, are kept in {folder}", file=stream, flush=True)
+        print(f"both runs, complete or not, are kept in {folder}", file=stream, flush=True)
         raise
     except BaseException:
         shutil.rmtree(folder)

@@ -142,7 +142,7 @@ def load(spec: WorkerSpec, segments: SegmentClient | None) -> Loaded:
 
 
 def _require_memory(prepared: Prepared, device: torch.device) -> None:
-    what = "parameters, gradients and what goes with them"
+    what = "parameters, gradients and control data"
     if device.type == "cuda":
         require_device_memory(device, what, prepared.least_bytes())
     else:

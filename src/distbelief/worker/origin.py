@@ -113,6 +113,6 @@ def _described(folder: Where, manifest: Manifest, tensors: Mapping[str, torch.Te
     try:
         position = msgspec.convert(manifest.data, DataPosition)
     except msgspec.ValidationError as error:
-        message = f"the checkpoint of step {manifest.step} in {folder} does not say where the data stood: {error}"
+        message = f"the checkpoint of step {manifest.step} in {folder} does not record the data position: {error}"
         raise CheckpointUnusable(message, hint="it was not written by a run; use its weights with --from") from error
     return Saved(manifest.step, tensors, position.history, position.note.encode())

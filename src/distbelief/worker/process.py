@@ -147,7 +147,7 @@ def _close(loaded: Loaded) -> None:
 
 def _go_on(place: Place, loaded: Loaded, by_hand: bool) -> int:
     """Continue in a new thread, because gloo blocks the thread that trained."""
-    print("gloo did not notice that a generation was over: its thread is left behind, another one goes on", flush=True)
+    print("gloo did not notice the end of a generation: its thread is left behind, another one continues", flush=True)
     _let_go(place, loaded)
     try:
         return _serve(place, loaded, by_hand)

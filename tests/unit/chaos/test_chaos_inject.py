@@ -190,7 +190,7 @@ def test_the_last_one_that_could_go_on_is_spared(stage: Stage) -> None:
         stage.step(3)
         until(lambda: injector.missed)
     assert len(stage.gone()) == 2
-    assert injector.missed == ["kill worker every 1 steps (nobody would have been left to go on)"]
+    assert injector.missed == ["kill worker every 1 steps (no member would have been left)"]
 
 
 def test_a_single_worker_is_killed_if_that_is_what_was_asked_for(stage: Stage) -> None:

@@ -177,10 +177,10 @@ def test_only_whole_and_single_coverage_is_sealed(tmp_path: Path) -> None:
 
 def test_a_part_that_is_gone_or_left_out_is_noticed_when_sealing(tmp_path: Path) -> None:
     records = [write_part(tmp_path, 1, k, 2, slices) for k, slices in enumerate(cut(state(), 2), start=1)]
-    with pytest.raises(CheckpointIncomplete, match="no whole set: part-00002-of-00002"):
+    with pytest.raises(CheckpointIncomplete, match="not a complete set: part-00002-of-00002"):
         seal(tmp_path, 1, FACTS, records[1:])
     (tmp_path / "step-000000001" / records[0].file).unlink()
-    with pytest.raises(CheckpointIncomplete, match=r"part-00001-of-00002\.safetensors is not there"):
+    with pytest.raises(CheckpointIncomplete, match=r"part-00001-of-00002\.safetensors is missing"):
         seal(tmp_path, 1, FACTS, records)
     assert list_checkpoints(tmp_path) == []
 

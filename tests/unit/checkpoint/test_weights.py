@@ -123,7 +123,7 @@ F32 = torch.float32
 @pytest.mark.parametrize(
     ("outlines", "said"),
     [
-        ({"a": (F32, (2,)), "b": (F32, (2,)), "c": (F32, (2,))}, "these tensors never came: c"),
+        ({"a": (F32, (2,)), "b": (F32, (2,)), "c": (F32, (2,))}, "these tensors are missing: c"),
         ({"a": (F32, (3,)), "b": (F32, (2,))}, r"'a' is torch.float32 \(2,\), not torch.float32 \(3,\)"),
         ({"a": (torch.int32, (2,)), "b": (F32, (2,))}, "'a' is torch.float32 .* not torch.int32"),
     ],
@@ -169,7 +169,7 @@ def test_a_byte_that_is_not_what_was_written_is_noticed(tmp_path: Path, position
         content[position] ^= 1
         draft.write_bytes(content)
 
-    with pytest.raises(DistBeliefError, match=r"w.safetensors reads back otherwise"):
+    with pytest.raises(DistBeliefError, match=r"w.safetensors has other bytes when it is read back"):
         write_weights(tmp_path / "w.safetensors", {"a": (F32, (2,))}, meddling())
     assert list(tmp_path.iterdir()) == []
 
@@ -199,6 +199,6 @@ def test_a_tensor_in_blocks_is_saved_as_one_that_is_whole(tmp_path: Path) -> Non
     assert one == other != weights_sha256(model)
     assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "other.safetensors").read_bytes()
     assert torch.equal(load_file(tmp_path / "one.safetensors")["table"], whole)
-    with pytest.raises(DistBeliefError, match="reads back otherwise"):
+    with pytest.raises(DistBeliefError, match="has other bytes when it is read back"):
         save_weights(model, tmp_path / "short.safetensors", {"z": Streamed(torch.float32, (6, 2), iter(blocks[:1]))})
     assert not (tmp_path / "short.safetensors").exists()

@@ -136,4 +136,4 @@ def test_another_key() -> None:
 
 def test_the_right_key_and_no_answer() -> None:
     with coordinator() as address:
-        assert "takes our key, but gives no answer" in unanswered(address, DOOR).message
+        assert "accepts our key, but does not answer" in unanswered(address, DOOR).message

@@ -85,10 +85,10 @@ def test_what_is_no_run(tmp_path: Path) -> None:
 
 
 def test_a_run_that_never_began(tmp_path: Path) -> None:
-    with pytest.raises(DistBeliefError, match="has not come to its first step"):
+    with pytest.raises(DistBeliefError, match="has not reached its first step"):
         read_run(run_in(tmp_path, steps=0))
     (tmp_path / "metrics.jsonl").unlink()
-    with pytest.raises(DistBeliefError, match="has not come to its first step"):
+    with pytest.raises(DistBeliefError, match="has not reached its first step"):
         read_run(tmp_path)
 
 

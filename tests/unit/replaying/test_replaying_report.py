@@ -60,7 +60,7 @@ def test_a_step_that_matched() -> None:
     assert lines(replayed()) == [
         "step 12 of runs/x, from the checkpoint of step 10, through 2 steps",
         "matched, bit for bit: fingerprint f00d",
-        "update: matched (as what followed in the run shows)",
+        "update: matched (the next step of the run shows it)",
         "loss 0.2727, gradient norm 3.0000 (clipped to 1), 22 samples",
         "",
         "shard  samples    loss  gradient norm  seed  sample indices",
@@ -91,7 +91,7 @@ def test_as_an_object() -> None:
         ({"verdict": "unknown", "recorded": None}, "unknown: the run has left no fingerprint of this step"),
         ({"verdict": "unknown", "recorded": None, "committed": False}, "unknown: the run has not committed this step"),
         ({"verdict": "unknown", "result": None}, "unknown: the step could not be executed here"),
-        ({"differs_from": 11}, "On the way, fingerprints are others from step 11 on."),
+        ({"differs_from": 11}, "On the way, fingerprints differ from step 11 on."),
         ({"other_bits": "the same bits cannot be expected: x"}, "note: the same bits cannot be expected: x"),
         ({"start": Start(None, None, ())}, "step 12 of runs/x, from the values that the run began with"),
         ({"start": Start(None, 8, ((10, "is torn"),))}, "skipped: the checkpoint of step 10: is torn"),
@@ -114,8 +114,8 @@ def test_how_it_failed_in_the_run_and_here() -> None:
     later = replace_step(failure, 13)
     told = lines(replayed(failure=later, broke_state=True))
     assert told[1] == "The run failed at step 13: the loss is nan"
-    assert told[2].endswith("its parameters were not finite any more by then, and this step made them so.")
-    assert lines(replayed(failure=later, error=bad))[2] == "Replayed is step 12: here it fails there already."
+    assert told[2].endswith("the parameters were not finite by then, and this step made them so.")
+    assert lines(replayed(failure=later, error=bad))[2] == "Step 12 was replayed: here that step fails already."
 
 
 def replace_step(failure: WorkerFailed, step: int) -> WorkerFailed:

@@ -204,7 +204,7 @@ def test_a_part_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     crew.seal(2, parts=parts)
     failed = crew.hear(SaveFailed)
     assert (failed.step, failed.gave_up) == (2, True)
-    assert f"{part_name(2, 2)} is not there" in failed.message
+    assert f"{part_name(2, 2)} is missing" in failed.message
 
 
 def test_a_manifest_that_cannot_be_written_is_said_and_may_be_asked_for_again(tmp_path: Path) -> None:

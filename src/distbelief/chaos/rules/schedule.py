@@ -95,7 +95,7 @@ def check(faults: tuple[Fault, ...], workers: int, servers: int = 0) -> None:
     """Refuse the number of a worker or server that could never exist in the run."""
     for fault in faults:
         if fault.kind == "kill server" and servers < 2:
-            hint = "use --strategy ps:sync, with two servers or more: what only one has is lost with it"
+            hint = "use --strategy ps:sync, with two servers or more: a single server's death loses its state"
             raise ScheduleError(f"'{fault}': this strategy has {servers or 'no'} parameter server", hint=hint)
         if fault.kind == "kill server" and (fault.worker or 0) >= servers:
             hint = f"the servers of this run are 0 to {servers - 1}"
@@ -165,7 +165,7 @@ class _Sentence:
             if word not in ("at", "every", "for"):
                 self._fail(f"'{word}' is not understood here; after '{kind}' come at, every or for")
             if group in said:
-                self._fail(f"'{word}' says again what was said before")
+                self._fail(f"'{word}' repeats an earlier part of the sentence")
             said.add(group)
             if word == "for":
                 if kind not in LASTING:

@@ -270,7 +270,7 @@ def _silent(pulse: Pulse, now: float, floor_s: float, stalled_s: float, run_dead
         deadline_s = _silence_deadline_s(beat, floor_s, least_s)
         if silent_s > deadline_s:
             reason = (
-                f"worker {worker} is frozen: no sign of life for {silent_s:.1f} s (at most {deadline_s:.1f} s is usual "
+                f"worker {worker} is frozen: no heartbeat for {silent_s:.1f} s (at most {deadline_s:.1f} s is usual "
                 f"for it) and no step committed for {stalled_s:.1f} s (at most {run_deadline_s:.1f} s is usual)"
             )
             found.append(Suspect(worker, silent_s, stalled_s, deadline_s, reason))

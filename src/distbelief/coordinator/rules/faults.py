@@ -244,7 +244,7 @@ def _try_again(state: State, now: float) -> Result:
     if retries > MOST_RETRIES:
         message = f"connections between members broke {retries} times in a row: {state.troubles.broken}"
         return fail_without_culprit(state, "network", message, "see the workers' logs; is the network up?", now)
-    return regroup(state, "broken", f"{state.troubles.broken}; all are alive, and meet again", now)
+    return regroup(state, "broken", f"{state.troubles.broken}; all members are alive, and connect again", now)
 
 
 # --- workers that cannot be killed, and hosts that are lost ----------------------------------------------------------

@@ -58,7 +58,7 @@ def offered(state: State, event: m.HostOffered, now: float) -> Result:
     taken = {*state.hosts, *(offer.host for offer in state.offers.values()), *(w.host for w in state.workers.values())}
     name = unique(event.host or "host", taken)
     state = replace(state, offers={**state.offers, event.nonce: Offer(name, event.grows)}, active_at=now)
-    text = f"the host {name} has come, with room for {_workers(event.room)}"
+    text = f"the host {name} has joined, with room for {_workers(event.room)}"
     facts = {"host": name, "nonce": event.nonce, "room": event.room, "grows": event.grows}
     return state, [record(state, now, "host", text, **facts), say(text, now), Reply(m.Welcome(state.epoch, name))]
 
@@ -96,7 +96,7 @@ def grown(state: State, host: str, now: float) -> Result:
     more = max(0, state.hosts[host].room - _held(state)[host])
     target = state.target + more
     state = replace(state, offers={**state.offers, nonce: Offer(host, added=more)}, target=target)
-    text = f"{host} adds {_workers(more)}" if more else f"{host} takes workers that the run still lacked"
+    text = f"{host} adds {_workers(more)}" if more else f"{host} takes workers that the run still lacks"
     written = record(state, now, "grown", text, host=host, nonce=nonce, target=target, added=more)
     state, outputs = hire(state, now)
     return state, [written, *outputs]
@@ -134,7 +134,7 @@ def _shrunk(state: State, name: str, now: float) -> Result:
     ((nonce, less),) = added
     target = max(state.target - less, state.config.workers)
     state = replace(state, offers={**state.offers, nonce: Offer(name)}, target=target)
-    text = f"{name} is lost before the start: {_workers(less)} less"
+    text = f"{name} is lost before the start: {_workers(less)} fewer"
     return state, [record(state, now, "grown", text, host=name, nonce=nonce, target=target, added=0)]
 
 

@@ -45,7 +45,7 @@ def joined(state: State, event: m.WorkerJoined, now: float) -> Result:
         # A repeated message, or the worker's exit was reported before its joining: keep the known facts.
         newcomer = replace(known, host=event.host, pid=event.pid, estranged=known.estranged and known.ready)
     elif known is not None and known.exited is None:
-        raise ProtocolError(f"{newcomer.name} says it is worker {event.worker}, which is {known.name} and alive")
+        raise ProtocolError(f"{newcomer.name} has the number of {known.name}, which is alive")
     elif known is not None:
         raise ProtocolError(f"{newcomer.name} takes the number of a worker that is gone; give it another one")
     hired = state.hired
@@ -57,7 +57,7 @@ def joined(state: State, event: m.WorkerJoined, now: float) -> Result:
     if event.worker not in state.arriving:
         return state, []
     state = replace(state, arriving=state.arriving - {event.worker}, target=state.target + 1)
-    reason = f"{newcomer.name} was started by hand, and is counted on from now on"
+    reason = f"{newcomer.name} was started by hand, and adds to the run's number of workers"
     return state, [record(state, now, "guest", reason, worker=event.worker, target=state.target)]
 
 
@@ -66,7 +66,7 @@ def ready(state: State, event: m.WorkerReady, now: float) -> Result:
     if worker is None or (not worker.pid and worker.exited is None):  # known from the journal only
         return state, [Reply(m.Introduce(state.epoch, state.progress.reported.complete))]
     if worker.refused and worker.exited is None:  # the first refusal may be lost
-        return state, [Reply(m.Refuse(state.epoch, "it does not fit into the run; the journal says why"))]
+        return state, [Reply(m.Refuse(state.epoch, "it does not match the run; the journal says why"))]
     if worker.ready or worker.exited is not None:
         return state, []
     outputs: list[Output] = []
@@ -192,7 +192,7 @@ def _scaling(there: int, target: int, waiting: int) -> str:
         starting = target - there - max(waiting, 0)
         texts = [f"{starting} more {'worker is' if starting == 1 else 'workers are'} being started"] if starting else []
         return "; ".join(
-            [*texts, *([f"for {waiting} more no host has room: another one may join"] if waiting > 0 else [])]
+            [*texts, *([f"for {waiting} more no host has room: another host may join"] if waiting > 0 else [])]
         )
     if target < there:
         return f"{there - target} {'worker leaves' if there - target == 1 else 'workers leave'} after the present step"
@@ -212,7 +212,7 @@ def leave_requested(state: State, event: m.LeaveRequested, now: float) -> Result
     if worker is None or worker.gone or worker.leaving or state.saves.stopping:
         return state, []  # a batch system terminates all workers at once: they are needed for the last checkpoint
     target = max(state.target - 1, state.config.min_workers)
-    text = f"{worker.name} was asked to go, and leaves after the present step"
+    text = f"{worker.name} was asked to leave, and leaves after the present step"
     state = replace(state, target=target)
     outputs: list[Output] = [record(state, now, "leaves", text, worker=worker.number, target=target), say(text, now)]
     state, more = release(state, worker, now)

@@ -45,7 +45,7 @@ def requested(state: State, event: m.CheckpointRequested, now: float) -> Result:
     if not state.config.saves:
         return state, [_answer(state, False, "the run was started without checkpoints (--save-every never)")]
     if not can_save(state):
-        return state, [_answer(state, False, "nobody trains at the moment, so there is nothing to save")]
+        return state, [_answer(state, False, "no member trains at the moment, so there is no state to save")]
     if state.saves.asked is None:
         state, outputs = _ask(state, now)
     else:
@@ -62,7 +62,7 @@ def stop_after_save(state: State, reason: str, now: float) -> Result:
     if state.saves.stopping:
         return state, []
     state = replace(state, saves=replace(state.saves, stopping=reason, stopping_at=now))
-    text = f"{reason}: the run stops when a checkpoint is saved; the same again stops it at once"
+    text = f"{reason}: the run stops when a checkpoint is saved; a second signal stops it at once"
     if state.finished:  # some members have finished, so all will: the last checkpoint follows
         return state, [say(text, now)]
     state, outputs = _ask(state, now)
@@ -237,7 +237,7 @@ def ticked(state: State, now: float) -> Result:
         state, more = end(state, "stopped", text, now)
     elif saves.finished_at is not None and now - saves.finished_at > FINAL_S and not saves.final_lost:
         state = replace(state, saves=replace(saves, final_lost=True))
-        outputs.append(say(f"the last checkpoint is not there after {FINAL_S:.0f} s: the run ends without it", now))
+        outputs.append(say(f"the last checkpoint is not complete after {FINAL_S:.0f} s: the run ends without it", now))
         state, more = complete_if_done(state, now)
     elif saves.asked is not None and now - saves.asked_at > ASK_AGAIN_S:
         state = replace(state, saves=replace(saves, asked_at=now))

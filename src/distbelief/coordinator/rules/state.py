@@ -117,7 +117,7 @@ def step(state: State, event: Input, now: float) -> Result:
     """The new state, and what to do. Raises ProtocolError for an event that makes no sense in this state."""
     handler = TRANSITIONS[state.phase].get(type(event))
     if handler is None:
-        raise ProtocolError(f"{type(event).__name__} makes no sense while {state.phase}: {event}")
+        raise ProtocolError(f"{type(event).__name__} is not valid while {state.phase}: {event}")
     return handler(state, event, now)
 
 
@@ -194,7 +194,7 @@ def _finished(state: State, event: m.WorkerFinished, now: float) -> Result:
     if event.generation != state.generation:
         return state, []
     if not state.is_member(event.worker):
-        raise ProtocolError(f"worker {event.worker} has finished a generation in which it has no part")
+        raise ProtocolError(f"worker {event.worker} has finished a generation in which it has no seat")
     worker = state.workers[event.worker]
     if worker.finished is not None:
         return state, []

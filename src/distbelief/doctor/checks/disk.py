@@ -86,6 +86,6 @@ def judge(found: Disk) -> Finding:
         return problem(
             about,
             text,
-            "the disk is slow: give a --run-dir on a local one, and --checkpoints URL for what others must see",
+            "the disk is slow: give a --run-dir on a local one, and --checkpoints URL for files that other hosts read",
         )
     return ok(about, text)

@@ -25,7 +25,7 @@ def judge_cards(found: Machine, needed: bool) -> Finding:
     if not known:
         if needed:
             return problem(about, "there is no card with an address but loopback", "bring one up: ip link, ip address")
-        return skipped(about, "there is no card with an address but loopback: this machine works by itself")
+        return skipped(about, "there is no card with an address but loopback: this machine can only train alone")
     way = f"; the way out is from {' and '.join(found.outward)}" if found.outward else "; there is no default route"
     return ok(about, ", ".join(known) + way)
 
@@ -67,7 +67,7 @@ def _try_port(address: str) -> str:
                 with far:
                     far.settimeout(_ANSWER_S)
                     near.sendall(b"?")
-                    return "" if far.recv(1) == b"?" else "what was sent did not arrive"
+                    return "" if far.recv(1) == b"?" else "the bytes sent did not arrive"
     except OSError as error:
         return error.strerror or str(error)
 

@@ -61,7 +61,7 @@ def judge_processor(found: Processor) -> Finding:
         text += f"; the container may use {found.quota:g} cores' worth of time"
     room = min(found.usable, found.quota or found.usable)
     if room < 1:
-        return problem(about, text, "give the container at least one core (cpu limit): steps would stop and go")
+        return problem(about, text, "give the container at least one core (cpu limit): steps would stall")
     if found.load > BUSY * room:
         return problem(
             about,

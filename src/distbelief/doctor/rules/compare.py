@@ -72,14 +72,14 @@ def links(measured: Sequence[Link]) -> list[Finding]:
         problem(
             "links",
             f"{link.source} does not reach {link.target}: {link.error}",
-            "members connect to each other, each to each: let the firewalls pass all ports between the hosts, and "
+            "every member connects to every other member: let the firewalls pass all ports between the hosts, and "
             "check the routes of both",
         )
         for link in broken
     ]
     found += _slow(good)
     found += [
-        problem("links", _words(link), "the hosts are far apart: use hosts of one place, or local_sgd")
+        problem("links", _words(link), "the hosts are far apart: use hosts in one place, or local_sgd")
         for link in good
         if link.latency_s > FAR_S
     ]
@@ -171,7 +171,7 @@ def _run_versions(run: RunFacts, host: Host) -> list[Finding]:
     if found:
         return found
     if not known:
-        return [skipped("versions", "no worker is ready yet: nobody knows what the run computes with")]
+        return [skipped("versions", "no worker is ready yet: the run's versions and processor are not known")]
     return [ok("versions", f"as the run's: {', '.join(f'{name} {value}' for name, value in there.items())}")]
 
 

@@ -119,7 +119,7 @@ def exited(fleet: Fleet, server: int, status: int, now: float) -> Result:
     if not what.lost:
         fleet, more = _decided(fleet, (placed, what))
         return fleet, [*outputs, Say(what.reason), *more]
-    text = "no other server had a whole copy of what it held: the values of all keys are lost, and the store is empty"
+    text = "no other server had a complete copy of its pieces: the values of all keys are lost, and the store is empty"
     outputs.append(Say(text))
     if not fleet.there:
         return replace(fleet, placement=None), outputs
@@ -131,7 +131,7 @@ def ticked(fleet: Fleet, now: float) -> Result:
     outputs: list[Output] = []
     for server, silent_s in fleets.frozen(fleet, now, SILENT_S):
         outputs += [
-            Say(f"{fleet.there[server].name} is frozen: no sign of life for {silent_s:.0f} s"),
+            Say(f"{fleet.there[server].name} is frozen: no heartbeat for {silent_s:.0f} s"),
             Kill(server),
         ]
         fleet = fleets.fenced(fleet, server)

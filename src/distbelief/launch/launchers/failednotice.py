@@ -62,7 +62,7 @@ class Missing:
 
     @property
     def in_words(self) -> str:
-        return f"{self} that {'has' if str(self).startswith('1 ') else 'have'} not come yet"
+        return f"{self} that {'has' if str(self).startswith('1 ') else 'have'} not joined yet"
 
 
 def still_missing(place: Place, run_dir: Path, since: float) -> Missing:

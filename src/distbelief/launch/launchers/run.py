@@ -161,7 +161,7 @@ class Leading:
         missing = still_missing(self._place, self.run_dir, self._since)
         if missing.is_empty:
             return
-        reason = error.message if error else "the process that led it has failed"
+        reason = error.message if error else "the leading process has failed"
         patience_s = INTERRUPTED_S if isinstance(error, RunInterrupted) else NOTICE_S
         self._say(f"{reason}; waiting up to {patience_s:.0f} s to tell {missing.in_words}")
         turn_away(invitation, missing, reason, patience_s)

@@ -56,7 +56,7 @@ class HostingProcess:
                 other, _ = listener.accept()
             except TimeoutError:
                 raise DistBeliefError(
-                    f"{expected - len(self._others)} of {expected + 1} processes on this host have not come",
+                    f"{expected - len(self._others)} of {expected + 1} processes on this host have not appeared",
                     hint="were they all started with the same command?",
                 ) from None
             if _user_of(other) != os.getuid():
@@ -103,7 +103,7 @@ def _reach(host: socket.socket, place: Place, until: float) -> None:
         except OSError as error:
             if time.monotonic() > until:
                 raise DistBeliefError(
-                    "the process that is to host on this machine has not come",
+                    "the process that starts workers on this machine has not appeared",
                     hint="was it started, and with the same command?",
                 ) from error
             time.sleep(_LOOK_S)

@@ -127,7 +127,7 @@ def _our_code() -> dict[str, Any]:
 def _reach(address: str) -> None:
     if not _answers(address):
         raise DistBeliefError(
-            f"nobody answers at {address}: is a Ray cluster running there?",
+            f"no answer from {address}: is a Ray cluster running there?",
             hint="`ray status` on its head node says; the client's port (ray://) is 10001, a node's own 6379",
         )
 

@@ -112,7 +112,7 @@ class _Driver:
             elif time.monotonic() - said_at > SAY_AGAIN_S:
                 said_at = time.monotonic()
                 room = places.room(nodes, self._need)
-                what = shortage or f"others have taken CPUs: there is room for {room} of {wanted} workers"
+                what = shortage or f"other jobs have taken CPUs: there is room for {room} of {wanted} workers"
                 self._observer.log("ray", f"waiting: {what}")
                 self._demand.make(wanted)
             self._demand.met()
@@ -136,7 +136,7 @@ class _Driver:
             self._coordinator = actor.remote(self._launch, authority_of(self._launch), self._word)
         except ValueError as error:
             raise DistBeliefError(
-                f"a run called {self._name} goes on in this Ray cluster already", hint="give another --run-dir"
+                f"a run called {self._name} is running in this Ray cluster already", hint="give another --run-dir"
             ) from error
         self._over = self._coordinator.lead.remote()
 
@@ -216,7 +216,7 @@ class _Driver:
             )
         elif self._demand.make(missing):
             workers = f"{missing} of {wanted} workers"
-            self._observer.log("ray", f"there is no room for {workers}; they are started when a node comes")
+            self._observer.log("ray", f"there is no room for {workers}; they are started when a node joins")
 
     def _nobody_can(self) -> bool:
         """Whether every node with room has refused to take part."""

@@ -33,7 +33,7 @@ def collect(run_dir: Path) -> Path | None:
     if not parts:
         return path if path.exists() else None
     missing = _seen(run_dir) - {part.worker for part in parts}
-    notes = [f"nothing came from worker {one}: it was not there then, or it died first" for one in sorted(missing)]
+    notes = [f"worker {one} sent no profile: it was not a member then, or it died" for one in sorted(missing)]
     trace = merge(parts, together=parse(parts[0].strategy).balances, notes=notes)
     replace_file(path, gzip.compress(json.dumps(trace).encode(), compresslevel=5))
     for part in parts:
@@ -73,5 +73,5 @@ def _read(path: Path) -> Trace:
     with gzip.open(path, "rb") as file:
         trace: Any = json.loads(file.read())
     if not isinstance(trace, dict) or trace.get("otherData", {}).get("program") != "distbelief":
-        raise ValueError("it is no trace of ours")
+        raise ValueError("it is not a DistBelief trace")
     return trace

@@ -182,7 +182,7 @@ class DataParallelReplica(TileCopies):
         plan = plan_takeover(shards, occupied, held or [], self.exchange.size, self._seat.rank)
         if self._is_certain and plan.recomputed:
             raise DistBeliefError(
-                f"the weights in shared memory are in the middle of step {step}, and what it adds up is gone: members "
+                f"the weights in shared memory are in the middle of step {step}; its partial sums are gone: members "
                 "changed too often before it was finished",
                 hint="go back to the last checkpoint: distbelief resume",
             )

@@ -58,7 +58,7 @@ class AllReduce(Strategy):
         object.__setattr__(self, "compression", canonical(self.compression))
         if self.exact:
             raise JobError(
-                f"with the compression {self.compression} the weights depend on who computes what: it cannot be exact",
+                f"with the compression {self.compression} the weights depend on the assignment: it cannot be exact",
                 hint="leave exact out, or leave compression out",
             )
         if self.transport == "shm":

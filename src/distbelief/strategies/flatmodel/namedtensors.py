@@ -216,9 +216,9 @@ def _fitting(saved: Saved, computer: ShardComputer, recipe: Recipe) -> dict[str,
 def require_fit(given: Forms, wanted: Forms) -> None:
     """Raise an error that names the differences. Residuals are not compared: they do not belong to the model."""
     given = {name: of for name, of in given.items() if not name.startswith(OWED)}
-    if lines := differences(given, "what is to be loaded", wanted, "the job"):
+    if lines := differences(given, "the saved state", wanted, "the job"):
         raise misfit(
-            "that state is of another model or optimizer",
+            "the saved state is of another model or optimizer",
             lines,
             hint="load it with the job that it was saved from; nothing was loaded",
             kind=CheckpointMismatch,

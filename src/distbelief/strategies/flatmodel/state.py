@@ -197,7 +197,7 @@ class ReplicaState:
                 self._stamps[1 + tile] = 2 * step
                 torn.append(tile)
         if (self._stamps[1:] % 2).any():
-            raise DistBeliefError("a tile in shared memory is torn, and its old bytes are nowhere")
+            raise DistBeliefError("a tile in shared memory is torn, and no undo log has its old bytes")
         return torn
 
     # --- what belongs to the values -----------------------------------------------------------------------------------

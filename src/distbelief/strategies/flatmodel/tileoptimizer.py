@@ -94,7 +94,7 @@ class Recipe:
         for number, group in enumerate(template.param_groups):
             for parameter in group["params"]:
                 if id(parameter) not in numbers:
-                    raise JobError("`optimizer` was given parameters that are not among those it was called with")
+                    raise JobError("`optimizer` was given parameters other than the ones it was called with")
                 self.group_of[numbers[id(parameter)]] = number
         fusable = FUSED if parameters[0].device.type == "cpu" else FUSED - {optim.Adagrad}
         self.fused = self.kind in fusable and all(_may_fuse(g) for g in self.groups)

@@ -276,7 +276,7 @@ class TrafficCount:
                 f"differences stay in shared memory, where {coding.method} saves nothing; it rounds them as elsewhere"
             )
         else:
-            self._news.append(f"differences are compressed ({coding.method}): every replica's go to all workers")
+            self._news.append(f"differences are compressed ({coding.method}): all workers get those of every replica")
 
     def count(self, apart: Sequence[Source], together: Sequence[Source]) -> None:
         """Count a committed round. `apart`: the sources that were added up; `together`: the sources without

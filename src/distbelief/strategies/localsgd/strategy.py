@@ -81,7 +81,7 @@ class LocalSGD(Strategy):
         if self.outer == "average" and (self.lr is not None or self.momentum is not None):
             raise JobError(
                 "local_sgd: an average has no learning rate and no momentum",
-                hint='say nesterov too (outer="nesterov"), or leave lr and momentum away',
+                hint='say nesterov too (outer="nesterov"), or leave lr and momentum out',
             )
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
             raise JobError(
@@ -90,7 +90,7 @@ class LocalSGD(Strategy):
         if self.momentum is not None and not 0 < self.momentum < 1:
             raise JobError(
                 f"local_sgd: the outer momentum must lie between 0 and 1, not {self.momentum!r}",
-                hint="without momentum it is an average: leave nesterov away",
+                hint="without momentum it is an average: leave nesterov out",
             )
 
         self._check_compression()
@@ -102,8 +102,8 @@ class LocalSGD(Strategy):
         if self.compression.startswith("powersgd"):
             raise JobError(
                 "powersgd cannot compress the differences of local_sgd",
-                hint="it sums matrices over all workers, and these need not be as many as replicas: use bf16, int8 or "
-                "topk=0.01 here, or allreduce:powersgd=4",
+                hint="it sums matrices over all workers, whose number may differ from that of the replicas: use bf16, "
+                "int8 or topk=0.01 here, or allreduce:powersgd=4",
             )
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ class LocalSGD(Strategy):
 
     @property
     def no_replay(self) -> str:
-        return "its replicas are apart"
+        return "its replicas differ within a round"
 
     @property
     def stride(self) -> int:

@@ -239,7 +239,7 @@ class VectorSlice:
                 content = torch.cat(parts).numpy() if parts else b""
                 return Framed(SliceState(question.ticket, question.slice, self.version), content)
             case _:
-                raise DistBeliefError(f"a slice of vectors is not asked {type(question).__name__}")
+                raise DistBeliefError(f"a slice of vectors does not answer {type(question).__name__}")
 
     def _products(self, asked: Products) -> Framed:
         if not self._numel:
@@ -367,7 +367,7 @@ class SearchSlice:
 
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
         if not isinstance(question, Inspect):
-            raise DistBeliefError(f"a search is not asked {type(question).__name__}")
+            raise DistBeliefError(f"a search does not answer {type(question).__name__}")
         if not caught_up:
             return None  # an answer that a server's death could undo must not be given
         record = self._record

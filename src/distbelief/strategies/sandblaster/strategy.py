@@ -13,7 +13,7 @@ from distbelief.strategies.base import Instrument, Strategy
 from distbelief.strategies.ps.strategy import SERVER_WAITS
 from distbelief.strategies.sandblaster.rules.portions import WholeData, usual_portion, whole_data
 
-_FORM = "sandblaster:servers=2:history=10:portion=64:lr=1.0, each of them if need be, and shm or tcp"
+_FORM = "sandblaster:servers=2:history=10:portion=64:lr=1.0, each of them optional, and shm or tcp"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Sandblaster(Strategy):
                     f"sandblaster: {name} must be a whole number of at least 1, not {value!r}", hint=f"write {_FORM}"
                 )
         if not (math.isfinite(self.lr) and self.lr > 0):
-            raise JobError(f"sandblaster: lr must be above 0, not {self.lr!r}", hint="it is 1 unless there is a reason")
+            raise JobError(f"sandblaster: lr must be above 0, not {self.lr!r}", hint="the default is 1")
         if self.over not in ("auto", "shm", "tcp"):
             raise JobError(f"unknown transport '{self.over}'", hint="use auto, shm (one host) or tcp")
 

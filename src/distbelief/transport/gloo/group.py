@@ -144,7 +144,7 @@ class TorchGroup:
     def _leave_behind(self) -> None:
         # In a guard the sleeping code may be the user's, which would run beside the successor thread when it wakes.
         if self._abort.leave is None or not self.waiting:  # ends like a death; other members have the state
-            print("gloo has missed that the group is over: this worker ends, to be replaced", flush=True)
+            print("gloo has missed the end of the group: this worker ends and is replaced", flush=True)
             os._exit(1)
         self._abort.left_behind = True
         self._abort.leave()

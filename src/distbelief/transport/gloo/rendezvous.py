@@ -113,7 +113,7 @@ class RendezvousStore(Store):
                         return found.values
                 self._check()
                 if now > deadline:
-                    raise dist.DistStoreError(f"the members of a group have not met: no answer to {request}")
+                    raise dist.DistStoreError(f"the members of a group did not connect: no answer to {request}")
 
     def _send(self, request: Request) -> None:
         message = encode(request)

@@ -273,7 +273,7 @@ def test_without_a_death_the_same_members_meet_again() -> None:
     run.feed(m.CollectiveFailed(1, 1, "reset by peer"), now=5.0)
     outputs = run.feed(s.Ticked(), now=5.1 + EXPLAINED_S)
     assert starts(outputs).keys() == {0, 1}
-    assert "worker 1: reset by peer; all are alive, and meet again" in texts(outputs)
+    assert "worker 1: reset by peer; all members are alive, and connect again" in texts(outputs)
     assert run.feed(m.CollectiveFailed(0, 1, "late"), s.Ticked(), now=9.0) == [], "of a generation that is over"
 
 

@@ -105,7 +105,7 @@ def test_a_frozen_member_is_suspected_after_the_floor_when_steps_are_short() -> 
     assert run.now - frozen_at <= FLOOR_S + 2 * TICK_S
     assert suspect.silent_s > suspect.deadline_s == FLOOR_S
     assert suspect.reason == (
-        f"worker 2 is frozen: no sign of life for {suspect.silent_s:.1f} s (at most 1.0 s is usual for it) and no step "
+        f"worker 2 is frozen: no heartbeat for {suspect.silent_s:.1f} s (at most 1.0 s is usual for it) and no step "
         f"committed for {suspect.stalled_s:.1f} s (at most 1.0 s is usual)"
     )
 

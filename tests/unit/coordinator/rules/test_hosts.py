@@ -82,7 +82,7 @@ def test_whoever_wants_more_workers_than_there_is_room_for_is_told_so() -> None:
     run = trained(spread(rooms={"a": 2, "b": 2}))
     (answer,) = replies(run.feed(m.ScaleRequested(5)))
     assert answer == m.Answer(
-        7, True, "1 more worker is being started; for 1 more no host has room: another one may join"
+        7, True, "1 more worker is being started; for 1 more no host has room: another host may join"
     )
     run.feed(offer("c", "z"))
     assert placed(run.feed(m.EngineAttached("c", room=1))) == {4: "c"}

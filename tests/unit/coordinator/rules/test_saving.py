@@ -204,7 +204,7 @@ def test_a_command_to_save_that_was_lost_is_given_again_to_those_whose_part_is_m
     ("run", "why"),
     [
         (Run(workers=1).started(0), "without checkpoints"),
-        (Run(workers=1, save_every="end"), "nobody trains"),
+        (Run(workers=1, save_every="end"), "no member trains"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_refused_with_the_reason(run: Run, why: str) -> None:

@@ -247,7 +247,7 @@ def test_the_last_checkpoint_is_not_waited_for_for_ever_and_that_is_said_once() 
     tick(run, 5.0 + saving.FINAL_S)
     assert run.state.phase == "training"
     outputs = tick(run, 5.1 + saving.FINAL_S)
-    assert "not there after 600 s: the run ends without it" in texts(outputs)
+    assert "not complete after 600 s: the run ends without it" in texts(outputs)
     assert ended(outputs)["status"] == "completed"
 
 

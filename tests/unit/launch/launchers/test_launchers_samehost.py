@@ -66,10 +66,10 @@ def test_one_process_alone_needs_nobody() -> None:
 def test_who_does_not_come_is_not_awaited_for_ever(beside: Callable[..., Future[int]]) -> None:
     first, other, _ = places(3)
     waiting = beside(lodge, other)
-    with pytest.raises(DistBeliefError, match="1 of 3 processes on this host have not come"):
+    with pytest.raises(DistBeliefError, match="1 of 3 processes on this host have not appeared"):
         HostingProcess(first, patience_s=0.5)
     assert waiting.result(10) == 1
-    with pytest.raises(DistBeliefError, match="has not come"):
+    with pytest.raises(DistBeliefError, match="has not appeared"):
         lodge(places(2)[1], patience_s=0.1)
 
 

@@ -206,9 +206,9 @@ def test_a_state_of_another_model_is_refused_by_the_names_of_the_tensors_and_not
     with pytest.raises(CheckpointMismatch, match="another model or optimizer") as caught:
         Trainer(job_with("AdamW", Wider), lambda: saved)
     error = caught.value
-    assert "model/again.weight: missing in what is to be loaded, float32 [4, 5] in the job" in error.details
-    assert "model/square.weight: float32 [4, 4] in what is to be loaded, float32 [5, 4] in the job" in error.details
-    assert "model/more.bias: missing in what is to be loaded" in error.details
+    assert "model/again.weight: missing in the saved state, float32 [4, 5] in the job" in error.details
+    assert "model/square.weight: float32 [4, 4] in the saved state, float32 [5, 4] in the job" in error.details
+    assert "model/more.bias: missing in the saved state" in error.details
     assert "model/body.weight" not in error.details
     assert "nothing was loaded" in error.hint
 

@@ -100,5 +100,5 @@ def test_a_copy_answers_as_the_original_does() -> None:
 
 def test_it_is_answered_from_what_the_backup_has_too() -> None:
     assert begun().reply(Inspect(1, 9), "", True, caught_up=False) is None
-    with pytest.raises(DistBeliefError, match="a search is not asked PullValues"):
+    with pytest.raises(DistBeliefError, match="a search does not answer PullValues"):
         begun().reply(PullValues(1, 9, 0), "", True, True)

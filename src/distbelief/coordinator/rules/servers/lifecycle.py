@@ -80,7 +80,7 @@ def _misfit(state: State, event: m.ServerReady) -> str:
     """Why a server cannot take part: another job, or in exact strategies another computation."""
     fleet = state.fleet
     if fleet.slices and list(fleet.slices) != event.slices:
-        return f"server {event.server} cuts the parameters otherwise than the others: it does not have the same job"
+        return f"server {event.server} divides the parameters in another way than the other servers: it has another job"
     known = fleet.facts or (state.reference.canary.facts if state.reference else {})
     odd = [name for name, value in event.facts.items() if known.get(name, value) != value]
     if odd and state.config.exact:
@@ -177,7 +177,7 @@ def told_worker(state: State, event: m.Heartbeat) -> list[Output]:
 def copied(state: State, event: m.SliceCopied, now: float) -> Result:
     placed = state.fleet.placement
     if placed is None or not 0 <= event.slice < len(placed.slices):
-        raise ProtocolError(f"server {event.server} tells of a copy of slice {event.slice}, which does not exist")
+        raise ProtocolError(f"server {event.server} reports a copy of slice {event.slice}, which does not exist")
     return decided(state, placement.copied(placed, event.slice, event.server, event.target, event.known), now)
 
 
@@ -231,7 +231,7 @@ def ticked(state: State, now: float) -> Result:
     if state.phase != "training" or stalled_s < SILENT_S:
         return state, outputs
     for server, silence_s in frozen(state.fleet, now, SILENT_S, at_most_s=stalled_s):
-        reason = f"{state.fleet.there[server].name} is frozen: no sign of life for {silence_s:.1f} s"
+        reason = f"{state.fleet.there[server].name} is frozen: no heartbeat for {silence_s:.1f} s"
         state = replace(state, fleet=fenced(state.fleet, server))
         outputs += [
             record(state, now, "server_fenced", reason, server=server),
@@ -292,7 +292,7 @@ def _leave(state: State, server: int, now: float) -> Result:
     decision = placement.leave(known.placement, server)
     there = {**known.there, server: replace(one, leaving=True)}
     state, outputs = decided(replace(state, fleet=replace(known, there=there)), decision, now)
-    return state, [say(f"{one.name} was asked to go: {decision[1].reason}", now), *outputs]
+    return state, [say(f"{one.name} was asked to leave: {decision[1].reason}", now), *outputs]
 
 
 def _staying(state: State) -> list[int]:
@@ -306,7 +306,7 @@ def _problem(state: State, wanted: int) -> str:
     if not 1 <= wanted <= MOST:
         return f"a run has 1 to {MOST:,} parameter servers, not {wanted:,}"
     if state.phase != "training" or state.fleet.placement is None:
-        return "the servers are not all there yet: ask again when the run trains"
+        return "not all servers are ready yet: try again when the run trains"
     return ""
 
 

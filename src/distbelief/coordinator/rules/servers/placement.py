@@ -93,12 +93,12 @@ def without(placement: Placement, dead: Collection[int]) -> tuple[Placement, Dec
         reason = reason.replace("its backup", "their backups")
     reason += f", {_many(copies, 'copy', 'copies')} for new backups"
     if lost:
-        reason += f"; {_many(len(lost), 'slice')} lost: nobody else had all of it, go back to a checkpoint"
+        reason += f"; {_many(len(lost), 'slice')} lost: no other server had a complete copy, go back to a checkpoint"
     return draft.done(reason if gone else "no server of the map died", lost)
 
 
 def with_server(placement: Placement, server: int, host: str) -> tuple[Placement, Decision]:
-    """A server came. It receives copies, and becomes primary of a part of them as soon as each copy is complete.
+    """A server joined. It receives copies, and becomes primary of a part of them as soon as each copy is complete.
 
     >>> placed, change = with_server(first([Slice(0, 4), Slice(1, 4)], {0: "a"}), 1, "a")
     >>> placed.map.backups, placed.recruits, change.commands
@@ -114,13 +114,13 @@ def with_server(placement: Placement, server: int, host: str) -> tuple[Placement
     settle(draft)
     moved = sum(placement.slices[c.slice].size_bytes for c in draft.commands if isinstance(c, CopyTo))
     copies = sum(isinstance(command, CopyTo) for command in draft.commands)
-    return draft.done(f"server {server} came: {_many(copies, 'copy', 'copies')} of {moved} bytes go out")
+    return draft.done(f"server {server} joined: it gets {_many(copies, 'copy', 'copies')} of {moved} bytes")
 
 
 def leave(placement: Placement, server: int) -> tuple[Placement, Decision]:
     """A server is to leave. It hands its slices over first; a `Release`, now or in a later decision, lets it go."""
     if server not in placement.hosts:
-        return placement, Decision((), f"server {server} is not there, it cannot leave")
+        return placement, Decision((), f"server {server} is not running, so it cannot leave")
     draft = Draft(placement)
     draft.leaving.add(server)
     for part in placement.slices:
@@ -128,7 +128,7 @@ def leave(placement: Placement, server: int) -> tuple[Placement, Decision]:
             draft.dismiss(part.number)
     settle(draft)
     if not draft.staying:
-        return draft.done(f"server {server} is to leave, but nobody stays to hand over to: it waits for another server")
+        return draft.done(f"server {server} is to leave, but no other server stays: it waits for another server")
     copies = sum(isinstance(command, CopyTo) for command in draft.commands)
     return draft.done(f"server {server} leaves: {_many(copies, 'copy', 'copies')} go to others first")
 
@@ -153,7 +153,7 @@ def copied(
             draft.commands.append(Drop(number, target))
         return draft.done(f"slice {number}: the copy from server {source} to {target} is not wanted any more")
     if known is not None and placement.named and known < placement.named[number]:
-        return draft.done(f"slice {number}: what server {source} tells of is an earlier copy to {target}")
+        return draft.done(f"slice {number}: server {source} reports an earlier copy to {target}")
     if placement.handovers[number]:
         draft.commands.append(Promote(number, target))
     draft.primaries[number], draft.backups[number] = draft.wanted(number)

@@ -124,8 +124,8 @@ def _traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     except TraceFailed as error:
         raise JobError(
             f"tensor parallelism cannot follow this model's forward without values: {error}",
-            hint="its code looks at the values of tensors, or keeps tensors that are no buffers; pipeline:K with named "
-            "split points, or sharded, do not mind",
+            hint="its code looks at the values of tensors, or keeps tensors that are no buffers; use pipeline:K with "
+            "named split points, or sharded",
         ) from error
 
 

@@ -64,7 +64,7 @@ class ParameterServerOptions:
         self._check_compression()
         if self.backups and self.mode != "sync":
             raise JobError(
-                "backups are for sync", hint=f"nobody waits for late workers in ps:{self.mode}: leave them out"
+                "backups are for sync", hint=f"ps:{self.mode} does not wait for late workers: leave backups out"
             )
         if self.adaptive and (self.n_push, self.n_fetch) != (1, 1):
             raise JobError("adaptive chooses n_push and n_fetch itself", hint="leave these out, or adaptive")
@@ -85,8 +85,8 @@ class ParameterServerOptions:
             )
         if self.backups:
             raise JobError(
-                f"with {self.compression} a shard gives something else to everybody who computes it, so there are no "
-                "backup copies of late ones",
+                f"with {self.compression} every worker gets another result for a shard, so late shards have no "
+                "backup copies",
                 hint=f"leave out backups or {self.compression}",
             )
         if self.over == "shm" and not self.always:

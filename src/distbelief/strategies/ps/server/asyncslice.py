@@ -147,7 +147,7 @@ class AsynchronousSlice:
                 header = PulledValues(question.ticket, question.slice, self.version, b"", integers, segment)
                 return Framed(header, None if segment else self.memory.value_view())
             case _:
-                raise DistBeliefError(f"a slice of an asynchronous run is not asked {type(question).__name__}")
+                raise DistBeliefError(f"a slice of an asynchronous run does not answer {type(question).__name__}")
 
 
 class LeaseSlice:

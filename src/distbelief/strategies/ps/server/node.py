@@ -150,7 +150,7 @@ class ServerNode:
                     held.questions.append((sender, message))
                 self._answer(message.slice, out)
             case _:
-                raise DistBeliefError(f"a server is not told {type(message).__name__}")
+                raise DistBeliefError(f"a server does not take the message {type(message).__name__}")
         return out
 
     def remind(self) -> Outgoing:

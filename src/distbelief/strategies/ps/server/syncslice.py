@@ -341,7 +341,7 @@ class SynchronousSlice:
             case PullValues():
                 return self._fetched(question, segment, everywhere)
             case _:
-                raise DistBeliefError(f"a slice of dense parameters is not asked {type(question).__name__}")
+                raise DistBeliefError(f"a slice of dense parameters does not answer {type(question).__name__}")
 
     def _have_begun(self, question: MeasureStep) -> bool:
         generation, ranks = self._begun

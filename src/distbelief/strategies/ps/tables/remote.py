@@ -152,7 +152,7 @@ class RemoteTables:
 
 
 def _gone_on(version: int) -> DistBeliefError:
-    return DistBeliefError(f"the servers have gone on from step {version}, whose rows were wanted")
+    return DistBeliefError(f"the servers have gone on from step {version}, whose rows this worker needs")
 
 
 def _pull(number: int, version: int, table: int, rows: bytes, ticket: int) -> Question:

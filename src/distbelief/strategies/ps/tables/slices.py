@@ -147,7 +147,7 @@ class AsynchronousTableSlice(TableSlice):
             case ReadState():
                 return self._read(question) if caught_up else None
             case _:
-                raise DistBeliefError(f"a part of an asynchronous run's tables is not asked {type(question).__name__}")
+                raise DistBeliefError(f"a part of asynchronous tables does not answer {type(question).__name__}")
 
 
 class _Step(msgspec.Struct, frozen=True):
@@ -285,7 +285,7 @@ class SynchronousTableSlice(TableSlice):
                     return None
                 return self._at_version(question) if self.version == question.version else _gone_on(question)
             case _:
-                raise DistBeliefError(f"a part of the tables is not asked {type(question).__name__}")
+                raise DistBeliefError(f"a part of the tables does not answer {type(question).__name__}")
 
     def _at_version(self, question: PullRows | ListRows | CountRows | ReadState) -> Framed:
         match question:

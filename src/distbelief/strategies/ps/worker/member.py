@@ -272,7 +272,7 @@ class ParameterServerMember:
 
 def _copy_part(portion: PortionWithTables, into: Segment, part: int, counts: list[int], content: Any) -> None:
     if counts != portion.shapes[part].counts:
-        raise DistBeliefError(f"part {part} of the tables has got other rows while it was being saved")
+        raise DistBeliefError(f"part {part} of the tables got other rows while it was being saved")
     size_bytes = portion.shapes[part].size_bytes
     if size_bytes:
         copy = into.tensor(torch.uint8, portion.starts[part], size_bytes)

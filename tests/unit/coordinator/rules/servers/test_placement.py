@@ -166,7 +166,7 @@ def test_of_two_one_may_leave_at_once_and_the_last_one_never() -> None:
     servers = Servers(parts(3, 4), {0: "a", 1: "a"})
     assert Release(0) in servers.leave(0).commands
     assert servers.placed.map.primaries == (1, 1)
-    assert "nobody stays" in servers.leave(1).reason
+    assert "no other server stays" in servers.leave(1).reason
     assert servers.alive == {1}
     servers.join(2, "a")
     servers.settle()

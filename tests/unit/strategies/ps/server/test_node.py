@@ -162,5 +162,5 @@ def test_a_new_life_begins_anew_and_forgets_what_others_say_of_the_old_one(kit: 
 
 
 def test_what_no_server_is_told(kit: Kit) -> None:
-    with pytest.raises(DistBeliefError, match="a server is not told Acknowledged"):
+    with pytest.raises(DistBeliefError, match="a server does not take the message Acknowledged"):
         node(kit, 0, map_of(kit, 0)).receive(Framed(Acknowledged(0, 0)), WORKER)
