@@ -253,7 +253,7 @@ def test_the_command_serves_until_ctrl_c(start: Callable[..., Run], tmp_path: Pa
     server.kill()  # the only one
     with pytest.raises(DistBeliefError, match="the values of all keys are lost"):
         pull_for_ever(store)
-    with pytest.raises(DistBeliefError, match="this store is over"):
+    with pytest.raises(DistBeliefError, match="this store is closed"):
         store.pull("w")
     store.close()
     with kv.connect(file) as again:

@@ -171,7 +171,7 @@ def surplus(
     [15]
     """
     if last < 1 or (every is not None and every < 1):
-        raise ValueError("keep at least 1 checkpoint, and multiples of at least 1")
+        raise ValueError("the number of kept checkpoints and the interval of steps must be 1 or more")
     kept = set(sorted(checkpoints)[-last:])
     if every is not None:
         kept |= {step for step in checkpoints if step % every == 0}

@@ -77,7 +77,7 @@ def test_spaces_capitals_and_the_order_of_the_parts_do_not_matter() -> None:
         ("kill worker every 0s", "0s", "a time as in 3s"),
         ("kill worker every 0 steps", "0", "a number of steps"),
         ("kill worker for 5s", "for", "'kill worker' has no duration"),
-        ("kill worker at 3s every 3s", "every", "says again"),
+        ("kill worker at 3s every 3s", "every", "repeats an earlier part"),
         ("freeze worker 2 on step 4", "on", "'on' is not understood here"),
         ("freeze worker -1", "-1", "'-1' is not understood here"),
         ("freeze worker 2 for ever", "ever", "a duration was expected, not 'ever'"),

@@ -346,7 +346,7 @@ def test_the_table_in_a_pipe() -> None:
         "goodput: 100 % of the twin's",
         "not carried out: join at step 90 (the run ended before)",
         "After 1 fault the run came to the weights of its twin, no step lost, every sample visited once; "
-        "1 fault came to nothing.",
+        "1 fault not carried out.",
     ]
 
 

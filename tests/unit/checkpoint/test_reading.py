@@ -142,7 +142,7 @@ def test_a_manifest_of_the_first_format_has_no_boxes(tmp_path: Path) -> None:
     save_pieces(tmp_path, 1, columns("w", torch.ones(4, 6), 2))
     body = (tmp_path / "step-000000001" / "manifest.json").read_bytes().rpartition(b',"checksum"')[0]
     for version, kind, said in (
-        (b"1", CheckpointDamaged, "it has boxes of tensors, which format 1 has not"),
+        (b"1", CheckpointDamaged, "it has boxes of tensors, which format 1 does not allow"),
         (b"3", CheckpointFormat, "is in the newer checkpoint format 3; this version reads formats 1 to 2"),
     ):
         other = body.replace(b'"format_version":2', b'"format_version":' + version)

@@ -185,7 +185,7 @@ def test_a_folder_of_somebody_else(open_path: Path) -> None:
     ):
         kind, said, hint = in_child(lambda change=change: trial(change))
         assert (kind, said) == ("StorageFailed", message)
-        assert "check who may write" in hint
+        assert "check the read and write permissions" in hint
     assert soundly(open_path) == (1, [], True)
 
 

@@ -32,7 +32,7 @@ def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path: Path) -> None:
     kept = (tmp_path / "key").read_text()
     again = run("keys", "new", tmp_path / "key")
     assert (again.exit_code, (tmp_path / "key").read_text()) == (1, kept)
-    assert "is there already" in again.output
+    assert "exists already" in again.output
     (tmp_path / "key").chmod(0o644)
     shown = run("keys", "check", tmp_path / "key")
     assert shown.exit_code == 1

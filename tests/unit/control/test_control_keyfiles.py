@@ -32,7 +32,7 @@ def test_a_key_is_never_overwritten_not_even_through_a_link(tmp_path: Path) -> N
     kept = read_key(tmp_path / "key")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("key", "link"):
-        with pytest.raises(DistBeliefError, match="is there already"):
+        with pytest.raises(DistBeliefError, match="exists already"):
             new_key(tmp_path / name)
     assert read_key(tmp_path / "key") == kept
     assert not (tmp_path / "nowhere").exists()

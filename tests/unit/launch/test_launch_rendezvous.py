@@ -33,10 +33,10 @@ def test_in_a_folder_the_invitation_is_found_and_nothing_is_left(tmp_path: Path)
 
 def test_what_a_dead_launch_has_left_in_a_folder_means_nothing(tmp_path: Path) -> None:
     SharedFolder(tmp_path, "job 1").tell(notice_of(INVITATION))
-    with pytest.raises(DistBeliefError, match="has left no notice"):
+    with pytest.raises(DistBeliefError, match="has published no address"):
         SharedFolder(tmp_path, "job 2").wait(0.5)
     (tmp_path / rendezvous.FILE).write_text("{")
-    with pytest.raises(DistBeliefError, match="has left no notice"):
+    with pytest.raises(DistBeliefError, match="has published no address"):
         SharedFolder(tmp_path, "job 1").wait(0.1)
 
 
@@ -53,7 +53,7 @@ def test_that_there_is_no_run_is_heard_too(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DistBeliefError, match="cannot leave a notice"):
+    with pytest.raises(DistBeliefError, match="cannot publish the run's address"):
         SharedFolder(tmp_path / "file" / "run", "job").tell(Notice(over=1))
 
 
@@ -87,7 +87,7 @@ def test_on_the_launchers_board_only_the_address_stands(key: Path, monkeypatch: 
     assert other.wait().invitation == Invitation(INVITATION.address, secret)
     LauncherStore(where, "next", key).tell(Notice(over=3))
     assert LauncherStore(where, "next", key).wait().over == 3
-    with pytest.raises(DistBeliefError, match="has left no notice"):
+    with pytest.raises(DistBeliefError, match="has published no address"):
         LauncherStore(where, "another", key, patience_s=0.2).wait()
 
 

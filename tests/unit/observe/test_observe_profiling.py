@@ -168,7 +168,7 @@ def test_collecting_a_run(tmp_path: Path) -> None:
     summary, trace = read_summary(tmp_path)
     assert [path.name for path in folder.iterdir()] == ["workers.pt.trace.json.gz"]
     assert summary.workers[0].steps == 2
-    assert any("nothing came from worker 1" in note for note in summary.notes)
+    assert any("worker 1 sent no profile" in note for note in summary.notes)
     assert any("no operators: the file is damaged" in note for note in summary.notes)
     assert read_summary(trace)[0] == summary == read_summary(tmp_path)[0], "again and again"
 
@@ -179,8 +179,8 @@ def test_collecting_a_run(tmp_path: Path) -> None:
         (None, "has no profile"),
         (b"no gzip", "cannot be read as a profile"),
         (gzip.compress(b"{", mtime=0), "cannot be read as a profile"),
-        (gzip.compress(b"[1]", mtime=0), "no trace of ours"),
-        (gzip.compress(b'{"traceEvents": []}', mtime=0), "no trace of ours"),
+        (gzip.compress(b"[1]", mtime=0), "not a DistBelief trace"),
+        (gzip.compress(b'{"traceEvents": []}', mtime=0), "not a DistBelief trace"),
         (gzip.compress(b'{"otherData": {"program": "distbelief"}}', mtime=0), "cannot be read as a profile"),
         (gzip.compress(b"{}" * 1000, mtime=0)[:-9], "cannot be read as a profile"),
     ],

@@ -148,7 +148,7 @@ def test_string_forms(text: str, value: Strategy, wish: Wish) -> None:
         ("dp2.pp2:powersgd=2", "powersgd cannot compress the gradients of a model that is divided", "bf16"),
         ("dp2.pp2:always", "always is for compression", "dp2.pp2:int8:always"),
         ("dp2.pp2:int8:bf16", "gives its compression twice", "once"),
-        ("ps:sync:int8:backups=1", "no backup copies of late ones", "leave out backups or int8"),
+        ("ps:sync:int8:backups=1", "no backup copies", "leave out backups or int8"),
         ("local_sgd:8:powersgd=4", "powersgd cannot compress the differences of local_sgd", "allreduce:powersgd=4"),
         ("local_sgd:8:int8:always", "never switched off", "leave always out"),
         ("local_sgd:8:int8:bf16", "gives its compression twice", "once"),

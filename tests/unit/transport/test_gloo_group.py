@@ -31,7 +31,7 @@ def test_who_sleeps_on_in_torch_after_an_abort_is_ended() -> None:
     """gloo sometimes misses that its sockets are closed; the run would wait for this member for good."""
     status, said = in_a_process(sleep_on)
     assert status == 1
-    assert "this worker ends, to be replaced" in said
+    assert "this worker ends and is replaced" in said
 
 
 def test_who_computes_on_after_an_abort_is_left_in_peace() -> None:

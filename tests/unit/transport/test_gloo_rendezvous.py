@@ -69,7 +69,7 @@ def test_a_wait_is_given_up(address: str) -> None:
 
 def test_nobody_comes(address: str) -> None:
     store = RendezvousStore(address, AUTHORITY.worker(4), 0.1, lambda: None)
-    with pytest.raises(DistStoreError, match="have not met"):
+    with pytest.raises(DistStoreError, match="did not connect"):
         store.get("nobody says it")
     store.close()
 

@@ -189,8 +189,8 @@ def test_files_travel_from_a_host_that_does_not_see_the_run(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["../worker-3-1.spans", "worker-4-1.spans", "journal.jsonl", "worker-3-1.spans/x", ""])
 def test_a_part_goes_nowhere_else(tmp_path: Path, name: str) -> None:
     (tmp_path / "profile").mkdir()
-    assert "no place here" in keep_trace(tmp_path, TracePart(3, name, 0, b"x"))
-    assert "no place here" in keep_trace(tmp_path, TracePart(3, "worker-3-1.spans", 1 << 40, b"x"))
+    assert "with a wrong name or size" in keep_trace(tmp_path, TracePart(3, name, 0, b"x"))
+    assert "with a wrong name or size" in keep_trace(tmp_path, TracePart(3, "worker-3-1.spans", 1 << 40, b"x"))
     assert [path.name for path in tmp_path.rglob("*")] == ["profile"]
 
 

@@ -142,7 +142,7 @@ def test_messages_out_of_place_are_errors_and_change_nothing() -> None:
         run.feed(m.WorkerJoined(worker=0, host="here", pid=555))
     assert run.state.workers[0].pid == 100
     run = Run(workers=5).started(0, 1, 2, 3, 4)
-    with pytest.raises(s.ProtocolError, match="no part"):
+    with pytest.raises(s.ProtocolError, match="no seat"):
         run.feed(finished(4))
 
 

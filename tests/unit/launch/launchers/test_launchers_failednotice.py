@@ -108,7 +108,7 @@ def test_a_run_that_fails_after_it_has_begun_tells_hosts_that_come_later(
         with pytest.raises(RunFailed, match="boom"):
             fail(asked, first, said, invitation, RunFailed("boom in the model"))
         assert told.result(30).endswith("is over: boom in the model")
-    assert said == ["boom in the model; waiting up to 60 s to tell 1 host that has not come yet"]
+    assert said == ["boom in the model; waiting up to 60 s to tell 1 host that has not joined yet"]
     assert time.monotonic() - began < run.NOTICE_S, "it does not wait for more than have been missing"
     assert not (folder / "meeting.json").exists()
 
@@ -135,4 +135,4 @@ def test_who_interrupts_waits_a_moment_only(
     asked = LauncherRequest("slurm", "digits", run_dir=tmp_path / "run", listen=invitation.address)
     with pytest.raises(RunInterrupted):
         fail(asked, place(), said, invitation, RunInterrupted("stopped by SIGINT"))
-    assert said == ["stopped by SIGINT; waiting up to 0 s to tell 2 hosts that have not come yet"]
+    assert said == ["stopped by SIGINT; waiting up to 0 s to tell 2 hosts that have not joined yet"]

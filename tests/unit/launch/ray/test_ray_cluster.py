@@ -42,5 +42,5 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_where_nobody_listens_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(DistBeliefError, match=f"nobody answers at 127.0.0.1:{port}"):
+    with pytest.raises(DistBeliefError, match=f"no answer from 127.0.0.1:{port}"):
         cluster._reach(f"127.0.0.1:{port}")

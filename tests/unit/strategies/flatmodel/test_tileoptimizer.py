@@ -352,7 +352,10 @@ class Odd(optim.Optimizer):
         (lambda parameters: None, "made a NoneType"),
         (optim.LBFGS, "can run LBFGS"),
         (optim.SparseAdam, "can run SparseAdam"),
-        (lambda parameters: optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1), "not among those it was called with"),
+        (
+            lambda parameters: optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1),
+            "other than the ones it was called with",
+        ),
         (lambda parameters: Odd(parameters, lambda calls: {"history": [1, 2]}), "'history', a list"),
     ],
 )

@@ -102,7 +102,7 @@ def test_numbers_that_make_no_sense(servers: int, words: str) -> None:
 
 def test_runs_that_cannot_be_scaled_so() -> None:
     assert "no parameter servers" in asked(Run(workers=1).started(0), 2)[0].text
-    assert "not all there yet" in asked(Run(workers=1, servers=2), 3)[0].text
+    assert "not all servers are ready yet" in asked(Run(workers=1, servers=2), 3)[0].text
     assert "already" in asked(served(2), 2)[0].text
 
 
