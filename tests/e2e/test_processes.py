@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+import distbelief as distbelief_package
 from distbelief.errors import RunFailed
 from distbelief.launch.launch import Launch
 from distbelief.launch.lead import lead
@@ -137,3 +139,16 @@ def test_an_unwritable_place(distbelief: Cli, tmp_path: Path) -> None:
     outcome = distbelief("train", JOBS / "small.py", "--run-dir", place)
     assert outcome.status == 1
     assert "cannot write to the run directory" in outcome.stderr
+
+
+def test_python_warns_of_nothing_in_our_code(distbelief: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `python -W`, in every process of a run. Warnings of other packages depend on their versions; those
+    of open files and sockets depend on when garbage is collected."""
+    monkeypatch.setenv("PYTHONWARNINGS", "always")
+    trained = distbelief("train", JOBS / "small.py", "--workers", 2, "--run-dir", "run")
+    replayed = distbelief("replay", "run", "--step", 3)
+    assert (trained.status, replayed.status) == (0, 0)
+    logs = [file.read_text() for file in (tmp_path / "run" / "logs").iterdir()]
+    printed = "\n".join([trained.stdout, trained.stderr, replayed.stdout, replayed.stderr, *logs])
+    ours = str(Path(distbelief_package.__file__).parent)
+    assert re.findall(rf"{re.escape(ours)}\S*:\d+: (?!Resource)\w*Warning: .*", printed) == []
