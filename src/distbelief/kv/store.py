@@ -278,7 +278,7 @@ class Store:
             if missing:
                 raise DistBeliefError(
                     f"there is no key '{missing[0]}'",
-                    hint="init(key, value) comes first, by any worker; then a barrier",
+                    hint="call init(key, value) on any worker first, then a barrier",
                 )
             if not all(entry.sealed for entry in entries.values()):
                 deadline = self._transfers.deadline(f"'{unknown[0]}' did not get its first value")

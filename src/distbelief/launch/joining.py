@@ -168,7 +168,7 @@ def _host(agent: Agent, address: str, signals: Signals, patience_s: float, say: 
         if agent.room.workers == 0 and agent.room.servers == 0 and agent.hosting.is_empty and not signals.count:
             return 1  # this host can start no more members
         if silent_s > patience_s or (silent_s > ABANDONED_S and agent.hosting.is_empty and agent.hosting.has_hosted):
-            say(f"{agent.host}: no word from the coordinator for {silent_s:.0f} s; this host leaves the run")
+            say(f"{agent.host}: no message from the coordinator for {silent_s:.0f} s; this host leaves the run")
             agent.finish()
     return _status(agent, signals, say)
 

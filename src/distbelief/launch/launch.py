@@ -141,7 +141,7 @@ class Launch:
             return ""
         if self.strategy.servers:
             return (
-                "parameters and gradients travel encrypted; what workers agree on among themselves (gloo) does not: "
+                "parameters and gradients travel encrypted; the workers' own messages over gloo do not: "
                 "use a network that you trust"
             )
         return (

@@ -53,7 +53,7 @@ def offered(state: State, event: m.HostOffered, now: float) -> Result:
     if not 0 <= event.room <= MOST_ROOM or not event.nonce:
         return state, [Reply(m.Answer(state.epoch, False, f"a host has room for 0 to {MOST_ROOM:,} workers"))]
     if not state.config.takes_hosts:
-        text = "the members of this run share memory, so no other host can take part; start it with --listen"
+        text = "the members of this run share memory, so no other host can join; start it with --listen"
         return state, [Reply(m.Answer(state.epoch, False, text))]
     taken = {*state.hosts, *(offer.host for offer in state.offers.values()), *(w.host for w in state.workers.values())}
     name = unique(event.host or "host", taken)
