@@ -57,6 +57,15 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """As workers have it, whatever the machine. Several threads for small tensors wait for each other, for very long
+    where other processes need the cores."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the files whose tests start processes")
 

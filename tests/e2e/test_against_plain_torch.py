@@ -64,7 +64,6 @@ def losses_of(run_dir: Path) -> list[float]:
 
 
 def test_the_same_bits_as_a_plain_loop(distbelief: Cli, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     seed_all(plain.SEED)
     model = plain.Net().train()
     losses = plain_loop(model)
@@ -76,7 +75,6 @@ def test_the_same_bits_as_a_plain_loop(distbelief: Cli, tmp_path: Path) -> None:
 
 
 def full_batch_loop() -> list[float]:
-    torch.set_num_threads(1)
     seed_all(plain.SEED)
     model = plain.Mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.05)

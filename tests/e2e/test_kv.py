@@ -104,25 +104,20 @@ def settled(service: str, count: int) -> bool:
 def test_an_optimizer_on_the_servers_has_the_bits_of_one_process(service: str) -> None:
     generator = torch.Generator().manual_seed(1)
     first = {"opt/a": torch.randn(700, 801, generator=generator), "opt/b": torch.randn(33, generator=generator)}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with kv.connect(service) as store:
-            store.init(list(first), list(first.values()))
-            store.set_optimizer("adam", lr=0.01, weight_decay=0.1)
-            whole = [torch.nn.Parameter(value.clone()) for value in first.values()]
-            expected = torch.optim.Adam(whole, lr=0.01, weight_decay=0.1)
-            for _ in range(4):
-                for one in whole:
-                    one.grad = torch.randn(one.shape, generator=generator)
-                store.push(list(first), [one.grad for one in whole])
-                expected.step()
-            out = torch.empty(801, 700).t()  # not in one piece
-            found = [store.pull("opt/a", out=out), store.pull("opt/b")]
-            assert found[0] is out
-            store.set_optimizer(None)
-    finally:
-        torch.set_num_threads(threads)
+    with kv.connect(service) as store:
+        store.init(list(first), list(first.values()))
+        store.set_optimizer("adam", lr=0.01, weight_decay=0.1)
+        whole = [torch.nn.Parameter(value.clone()) for value in first.values()]
+        expected = torch.optim.Adam(whole, lr=0.01, weight_decay=0.1)
+        for _ in range(4):
+            for one in whole:
+                one.grad = torch.randn(one.shape, generator=generator)
+            store.push(list(first), [one.grad for one in whole])
+            expected.step()
+        out = torch.empty(801, 700).t()  # not in one piece
+        found = [store.pull("opt/a", out=out), store.pull("opt/b")]
+        assert found[0] is out
+        store.set_optimizer(None)
     assert all(torch.equal(mine, one.detach()) for mine, one in zip(found, whole, strict=True))
 
 

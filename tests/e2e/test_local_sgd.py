@@ -138,7 +138,6 @@ def plain_local_loop(model: torch.nn.Module, local: int, replicas: int) -> list[
 
 
 def test_the_same_bits_as_a_plain_loop(distbelief: Cli, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     seed_all(plain.SEED)
     model = plain.Net().train()
     losses = plain_local_loop(model, local=4, replicas=4)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.strategies.sandblaster.strategy import Sandblaster
@@ -30,12 +29,9 @@ STRATEGY = "sandblaster:portion=100"
 @pytest.fixture(scope="module")
 def undisturbed() -> str:
     """The weights of one plain process."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in runs
     job = load_job(JOBS / "logistic.py", {"steps": str(STEPS)})
     model = make_model(job)
     list(train_by_search(job, model, Sandblaster(portion=100)))
-    torch.set_num_threads(threads)
     return weights_sha256(model)
 
 

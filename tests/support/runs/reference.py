@@ -30,14 +30,9 @@ def undisturbed_model(job: object, *settings: object, strategy: str = "allreduce
 
 @functools.cache
 def _trained(path: Path, settings: tuple[str, ...], strategy: str) -> torch.nn.Module:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in runs
-    try:
-        seed_everything(0)  # likewise
-        job = load_job(path, dict(one.split("=", 1) for one in settings))
-        model, how = make_model(job), parse(strategy)
-        for _ in train_locally(job, model, how) if isinstance(how, LocalSGD) else train_plainly(job, model):
-            pass
-    finally:
-        torch.set_num_threads(threads)
+    seed_everything(0)  # as in runs
+    job = load_job(path, dict(one.split("=", 1) for one in settings))
+    model, how = make_model(job), parse(strategy)
+    for _ in train_locally(job, model, how) if isinstance(how, LocalSGD) else train_plainly(job, model):
+        pass
     return model

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import pytest
-import torch
 
 from distbelief.checkpoint.manifest import Facts
 from distbelief.control.messages import CheckpointSealed, Event, PartSaved
@@ -68,11 +66,7 @@ class Crew:
             self.told.get(timeout=SILENCE_S)
 
 
-def quickly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short pauses between two tries; and one thread, as a worker has it."""
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short pauses between two tries."""
     monkeypatch.setattr(saving, "RETRY_S", 0.01)
     monkeypatch.setattr(saving, "LONGEST_RETRY_S", 0.02)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

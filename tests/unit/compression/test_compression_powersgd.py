@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,15 +14,6 @@ from distbelief.compression.powersgd import LowRank, PowerSGD, orthonormal
 from distbelief.errors import DistBeliefError
 
 SHAPES = [(40, 60), (60,), (8, 3, 5, 5), (2, 3), (), (0, 7), (64, 16)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small matrices on a busy machine: several threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def alone(vector: Tensor) -> Tensor:

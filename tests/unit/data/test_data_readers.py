@@ -123,12 +123,16 @@ def test_this_process_is_left_alone() -> None:
 
 
 def test_the_child_has_one_thread_and_its_own_pid() -> None:
-    with readers(lambda _: (torch.get_num_threads(), os.getpid())) as r:
-        r.request((0, 0), 0, samples(0))
-        threads, pid = r.take((0, 0))
-        assert threads.tolist() == [1]
-        assert pid.tolist() == r.pids
-        assert pid.tolist() != [os.getpid()]
+    torch.set_num_threads(2)
+    try:
+        with readers(lambda _: (torch.get_num_threads(), os.getpid())) as r:
+            r.request((0, 0), 0, samples(0))
+            threads, pid = r.take((0, 0))
+            assert threads.tolist() == [1]
+            assert pid.tolist() == r.pids
+            assert pid.tolist() != [os.getpid()]
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_readers_go_on_while_nobody_takes_even_when_answers_are_large(tmp_path: pathlib.Path) -> None:

@@ -6,7 +6,6 @@ import importlib.util
 import math
 import pathlib
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,15 +27,6 @@ def example() -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: more threads only wait for each other, for very long where other tests run too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def evaluated(job: Job, score: Any) -> dict[str, float]:

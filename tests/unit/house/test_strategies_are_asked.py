@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -15,22 +16,23 @@ FEATURES = ("dataparallel", "localsgd", "mesh", "ps", "sandblaster")
 MODULES = tuple(f"distbelief.strategies.{feature}." for feature in FEATURES)
 
 
-def names_of_features() -> set[str]:
+@lru_cache
+def names_of_features() -> frozenset[str]:
     """The classes of the features: values, prepared models, replicas, exchanges."""
     found = set()
     for feature in FEATURES:
         for path in (SOURCE / "strategies" / feature).rglob("*.py"):
             found |= {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)}
-    return {name for name in found if name.endswith(("Replica", "Exchange", "SGD", "Reduce", "Server", "Slices"))} | {
-        "Sandblaster", "Meshed", "Pipeline", "Tensor", "Sharded", "Hybrid",
-    }  # fmt: skip
+    suffixes = ("Replica", "Exchange", "SGD", "Reduce", "Server", "Slices")
+    values = {"Sandblaster", "Meshed", "Pipeline", "Tensor", "Sharded", "Hybrid"}
+    return frozenset({name for name in found if name.endswith(suffixes)} | values)
 
 
 def modules() -> list[Path]:
     return [path for room in ROOMS for path in (SOURCE / room).rglob("*.py")]
 
 
-def faults(content: str, refused: set[str]) -> list[str]:
+def faults(content: str, refused: frozenset[str]) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(content)):
         if isinstance(node, ast.ImportFrom):
@@ -53,7 +55,7 @@ def test_machinery_names_no_feature(module: Path) -> None:
 def test_a_name_of_a_feature_would_be_found() -> None:
     bad = "from distbelief.strategies.ps.worker.exchange import ServerExchange\nisinstance(one, ServerExchange)"
     assert len(faults(bad, names_of_features())) == 3
-    assert len(faults("table = 'distbelief.strategies.mesh.run.runner'", set())) == 1
+    assert len(faults("table = 'distbelief.strategies.mesh.run.runner'", frozenset())) == 1
     assert faults("from distbelief.strategies.flatmodel.compute import move", names_of_features()) == []
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from sklearn.datasets import load_digits
@@ -13,14 +11,6 @@ from distbelief.job import Job
 from distbelief.strategies.sandblaster.strategy import Sandblaster
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlbfgs import train_by_search
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class WithPenalty(nn.Linear):

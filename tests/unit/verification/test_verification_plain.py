@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,14 +19,6 @@ STEPS = 6
 generator = torch.Generator().manual_seed(2)
 X = torch.randn(50, 6, generator=generator)
 Y = torch.randint(0, 3, (50,), generator=generator)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def mlp() -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,6 @@ from distbelief.errors import DistBeliefError
 from distbelief.worker.origin import HEARD_AFTER_S, facts_at, frozen_of, newest_saved, saved_at, weights_of
 from distbelief.worker.spec import Origin
 from tests.support.replicas.states import Trainer, job_with
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from tests.support.worker.crew import SILENCE_S, WAIT_S, Crew, Trainer, job_with
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from quickly(monkeypatch)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quickly(monkeypatch)
 
 
 @pytest.fixture

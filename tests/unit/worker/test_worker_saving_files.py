@@ -4,7 +4,6 @@ kept of those that are sealed."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,8 @@ from tests.support.worker.crew import WAIT_S, Crew, quickly
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from quickly(monkeypatch)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quickly(monkeypatch)
 
 
 # --- a step that is sealed already -----------------------------------------------------------------------------------

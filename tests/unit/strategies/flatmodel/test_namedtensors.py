@@ -18,8 +18,6 @@ from distbelief.strategies.flatmodel.namedtensors import tied, transient
 from distbelief.worker.origin import weights_of
 from tests.support.replicas.states import OPTIMIZERS, STEPS, Everything, Trainer, job_with
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 MEMBERS = [1, 2, 3, 4]
 HALF_WAY = 3
 

@@ -4,7 +4,6 @@ of a plain loop, and of replicas that are trained on the host. On real devices: 
 from __future__ import annotations
 
 import pytest
-import torch
 
 from distbelief.job import Job
 from distbelief.strategies.base import Saved
@@ -35,7 +34,6 @@ def on_device(patch: pytest.MonkeyPatch, job: Job, how: LocalSGD, saved: Saved |
     ids=str,
 )
 def test_the_bits_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch, optimizer: str, how: LocalSGD) -> None:
-    torch.set_num_threads(1)
     job = job_of(optimizer, schedule=lambda step: 1 / (1 + step))
     trainer = on_device(monkeypatch, job, how)
     results = trainer.train()

@@ -38,7 +38,6 @@ from tests.support.replicas.states import Trainer as AllReduceTrainer
 )
 def test_the_bits_of_a_plain_loop(optimizer: str, how: LocalSGD) -> None:
     """With partial batches, several types, dropout, statistics, tied, frozen and unused parameters, and clipping."""
-    torch.set_num_threads(1)
     job = job_of(optimizer, schedule=lambda step: 1 / (1 + step))
     trainer = Trainer(job, how)
     results = trainer.train()

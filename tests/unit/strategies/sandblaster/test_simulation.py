@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -14,11 +12,8 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def kit() -> Iterator[Kit]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in runs
-    yield Kit(STEPS)
-    torch.set_num_threads(before)
+def kit() -> Kit:
+    return Kit(STEPS)
 
 
 def disturb(world: SearchWorld, most_servers: int, turns: int) -> None:

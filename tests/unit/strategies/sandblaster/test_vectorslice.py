@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -34,11 +33,8 @@ FIRST = first_number(3)
 
 
 @pytest.fixture(scope="module")
-def kit() -> Iterator[Kit]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Kit(1)
-    torch.set_num_threads(before)
+def kit() -> Kit:
+    return Kit(1)
 
 
 def unmapped(name: str) -> Segment:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from msgspec.structs import replace
 
 from distbelief.control.messages import ServerMap
@@ -31,11 +28,8 @@ WORKER, OTHER = b"worker", b"other"
 
 
 @pytest.fixture(scope="module")
-def kit() -> Iterator[Kit]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Kit(clip_norm=None)
-    torch.set_num_threads(before)
+def kit() -> Kit:
+    return Kit(clip_norm=None)
 
 
 def node(kit: Kit, me: int, known: ServerMap | None = None) -> ServerNode:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests.support.ps.disturbing import STEPS, disturb, disturb_nobody
 from tests.support.ps.parts import Kit
@@ -13,11 +10,8 @@ from tests.support.ps.world import MAPS, World
 
 
 @pytest.fixture(scope="module")
-def kit() -> Iterator[Kit]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in runs
-    yield Kit()
-    torch.set_num_threads(before)
+def kit() -> Kit:
+    return Kit()
 
 
 @pytest.fixture(scope="module")

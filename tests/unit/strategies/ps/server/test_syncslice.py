@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
 
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, split
@@ -21,11 +19,8 @@ STEPS = 5  # the last one fills two shards of five
 
 
 @pytest.fixture(scope="module")
-def kit() -> Iterator[Kit]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Kit()
-    torch.set_num_threads(before)
+def kit() -> Kit:
+    return Kit()
 
 
 def tree(node: Range = (0, SHARDS)) -> list[Range]:

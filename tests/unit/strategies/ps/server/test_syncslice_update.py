@@ -6,7 +6,6 @@ import math
 import random
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -24,8 +23,6 @@ from distbelief.transport.exchange import ROW
 from distbelief.transport.shm.segment import Segment
 from distbelief.worker.feed import Feed
 from tests.support.replicas.alone import Alone, job_of, kept, linear_data
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 4
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-import torch
 
 from distbelief.shards import Range
 from distbelief.strategies.flatmodel.rules.stepwork import plan_step, plan_takeover
@@ -21,11 +20,8 @@ from tests.support.ps.world import World
 
 
 @pytest.fixture(scope="module")
-def kit() -> Iterator[Kit]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in runs
-    yield Kit()
-    torch.set_num_threads(before)
+def kit() -> Kit:
+    return Kit()
 
 
 class HelpingWorld(World):

@@ -16,8 +16,6 @@ from distbelief.transport.shm.segment import SegmentClient
 from tests.support.replicas.alone import job_of, kept, linear_data
 from tests.support.replicas.served import ServedAlone
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STEPS = 5
 
 

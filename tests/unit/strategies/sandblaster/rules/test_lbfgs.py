@@ -18,8 +18,6 @@ from distbelief.strategies.sandblaster.rules import lbfgs as module
 from distbelief.strategies.sandblaster.rules.lbfgs import Settings, State, begin, direction, explain, iterate
 from distbelief.strategies.sandblaster.vectors import BLOCK, JoinedVectors, SlicedVectors
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 PATIENT = Settings(tolerance_grad=1e-10, tolerance_change=0.0)
