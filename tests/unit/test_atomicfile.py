@@ -36,7 +36,7 @@ def refuse(draft: Path) -> None:
 
 @pytest.mark.parametrize(
     ("write", "check", "said"),
-    [(fail, Path.read_text, "cannot write .*file: the disk is on fire"), (Path.touch, refuse, "^it reads back")],
+    [(fail, Path.read_text, "cannot write .*file: the disk is on fire"), (Path.touch, refuse, "^it has other bytes")],
 )
 def test_a_failure_leaves_the_old_file_and_no_draft(tmp_path: Path, write: object, check: object, said: str) -> None:
     file = tmp_path / "file"

@@ -102,7 +102,7 @@ def test_questions_wait_for_the_command_that_they_follow(kit: Kit) -> None:
     do(store, FIRST + 1, Drop(["two"]))
     with pytest.raises(DistBeliefError, match="no vector called 'two'"):
         products(store, asked)
-    with pytest.raises(DistBeliefError, match="is not asked Inspect"):
+    with pytest.raises(DistBeliefError, match="does not answer Inspect"):
         store.reply(Inspect(1, 0), "", True, True)
 
 
