@@ -176,7 +176,7 @@ def test_values_that_cannot_be_mapped_any_more_are_sent(service: str, monkeypatc
         ),
         (lambda store: store.push("w", torch.ones(3).double()), "but the push of it has float64"),
         (lambda store: store.pull("w", out=torch.ones(1)), "the output for it has"),
-        (lambda store: store.init("w", torch.zeros(5)), "'w' is there already"),
+        (lambda store: store.init("w", torch.zeros(5)), "'w' exists already"),
         (lambda store: store.init("huge", torch.zeros(1).expand(10**12)), "there is no room for 'huge'"),
         (lambda store: store.init("i", torch.zeros(5).long()), "'i' has int64 numbers"),
         (lambda store: store.row_sparse_pull("w", [0]), "'w' is no table"),

@@ -219,7 +219,7 @@ class Store:
                 transfers.change(Withdraw(transfers.me, self.rank))
                 missing = [str(one) for one in range(found.workers) if one not in found.arrived]
                 raise CallTimedOut(
-                    f"worker{'s' * (len(missing) > 1)} {', '.join(missing)} of {found.workers} did not come to the"
+                    f"worker{'s' * (len(missing) > 1)} {', '.join(missing)} of {found.workers} did not reach the"
                     f" barrier in {seconds:g} s",
                     hint="check that they are alive; all must connect with the same number of workers",
                 ) from None
