@@ -33,3 +33,15 @@ class RunInterrupted(DistBeliefError):
 
 class NotEnoughMemory(DistBeliefError):
     """The shared segments do not fit into the memory that is free."""
+
+
+class NonFiniteLoss(DistBeliefError):
+    """The loss is NaN or infinite. Raised on every member before the step is applied."""
+
+    def __init__(self, value: float, step: int, shard: int) -> None:
+        super().__init__(
+            f"the loss is {value} at step {step}, shard {shard}; the step was not applied",
+            hint="`distbelief replay RUN` shows the layer and the samples; clip_norm or a lower learning rate may help",
+        )
+        self.step = step
+        self.shard = shard

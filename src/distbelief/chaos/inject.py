@@ -21,9 +21,9 @@ from pathlib import Path
 
 import psutil
 
+import distbelief.chaos.rules.schedule as timeline
 from distbelief.chaos.follow import RunFollower, Seen
 from distbelief.chaos.relay import Relay
-from distbelief.chaos.rules import schedule as timeline
 from distbelief.chaos.rules.schedule import Fault
 from distbelief.chaos.rules.verdict import ENDS_A_WORKER, Note, Record
 from distbelief.errors import DistBeliefError

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 
+import distbelief.kv.supervisormessages as m
 from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Authority
 from distbelief.control.messages import SECRET_BYTES, EndRun, Serve, ServerBeat, ServerFailed, ServerReady, SliceCopied
@@ -26,7 +27,6 @@ from distbelief.control.signatures import MALFORMED, OWNER, SERVER, UNSIGNED, WR
 from distbelief.coordinator.rules.servers.fleet import Fleet
 from distbelief.coordinator.server import bind
 from distbelief.errors import DistBeliefError
-from distbelief.kv import supervisormessages as m
 from distbelief.kv.rules import supervision
 from distbelief.kv.service import CONNECTION_FILE, Connection, this_boot, write_connection_file
 from distbelief.launch.pollloop import PollLoop

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+import distbelief.kv.supervisormessages as m
 from distbelief.control.credentials import Credential
 from distbelief.control.messages import EndRun, Serve, ServerMap
 from distbelief.control.sockets import dial
 from distbelief.errors import DistBeliefError
-from distbelief.kv import supervisormessages as m
 
 HEARTBEAT_S = 0.5
 LOOK_S = 0.05

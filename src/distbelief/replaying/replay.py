@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from distbelief.checkpoint.sources import MODEL
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.control.messages import WorkerFailed
-from distbelief.errors import DistBeliefError
+from distbelief.errors import DistBeliefError, NonFiniteLoss
 from distbelief.replaying.findings import in_state, not_finite
 from distbelief.replaying.inspection import Inspection, Question, inspect
 from distbelief.replaying.rebuild import (
@@ -26,7 +26,7 @@ from distbelief.replaying.rebuild import (
     nearest,
 )
 from distbelief.replaying.records import RecordedRun, canary_differs, chosen_step, read_run
-from distbelief.strategies.base import NonFiniteLoss, Saved, StepResult
+from distbelief.strategies.base import Saved, StepResult
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.worker.loading import Loaded
 

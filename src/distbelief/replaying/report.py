@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
-from distbelief.errors import DistBeliefError
+from distbelief.errors import DistBeliefError, NonFiniteLoss
 from distbelief.observe import text
 from distbelief.replaying.findings import Count, Finding
 from distbelief.replaying.inspection import Inspection, LayerView, ShardView
 from distbelief.replaying.replay import Replayed
-from distbelief.strategies.base import NonFiniteLoss
 
 MOST_LAYERS = 40
 MOST_INDICES = 8

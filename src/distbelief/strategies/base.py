@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.rules.degrees import Wish
@@ -153,18 +152,6 @@ class Takeover:
     """The number of recomputed shards; partial sums of the others had been published."""
     is_in_part: bool = False
     """Whether a part of the state has the step already; until the step is finished, the state is unusable."""
-
-
-class NonFiniteLoss(DistBeliefError):
-    """The loss is NaN or infinite. Raised on every member before the step is applied."""
-
-    def __init__(self, value: float, step: int, shard: int) -> None:
-        super().__init__(
-            f"the loss is {value} at step {step}, shard {shard}; the step was not applied",
-            hint="`distbelief replay RUN` shows the layer and the samples; clip_norm or a lower learning rate may help",
-        )
-        self.step = step
-        self.shard = shard
 
 
 @dataclass(frozen=True)

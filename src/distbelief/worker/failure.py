@@ -9,8 +9,7 @@ import torch
 
 from distbelief.control.messages import WorkerFailed
 from distbelief.data.readers import ReaderError
-from distbelief.errors import DistBeliefError, JobError, NotEnoughMemory
-from distbelief.strategies.base import NonFiniteLoss
+from distbelief.errors import DistBeliefError, JobError, NonFiniteLoss, NotEnoughMemory
 from distbelief.worker.spec import WorkerSpec
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from distbelief.control.messages import WorkerFailed
-from distbelief.errors import RunFailed
+from distbelief.errors import NonFiniteLoss, RunFailed
 from distbelief.replaying.findings import Count, Finding
 from distbelief.replaying.inspection import Inspection, LayerView, ParameterView, ShardView
 from distbelief.replaying.rebuild import Start
 from distbelief.replaying.replay import Asked, Replayed
 from distbelief.replaying.report import MOST_LAYERS, as_json, lines
-from distbelief.strategies.base import NonFiniteLoss, StepResult
+from distbelief.strategies.base import StepResult
 
 SOUND = Inspection(
     step=12,

@@ -23,10 +23,10 @@ import torch
 
 from distbelief.compression.parts import PartsCoding
 from distbelief.data.sources import seed_everything
-from distbelief.errors import JobError
+from distbelief.errors import JobError, NonFiniteLoss
 from distbelief.job import Job
 from distbelief.shards import mix, shard_seed
-from distbelief.strategies.base import Fetch, NonFiniteLoss
+from distbelief.strategies.base import Fetch
 from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.rules.stepwork import partial_sums

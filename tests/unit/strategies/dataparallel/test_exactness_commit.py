@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from distbelief.strategies.base import NonFiniteLoss
+from distbelief.errors import NonFiniteLoss
 from distbelief.strategies.flatmodel.compute import make_model
 from distbelief.transport.shm.segment import SegmentClient
 from tests.support.replicas.alone import Alone, job_of, kept, linear_data

@@ -9,9 +9,8 @@ import torch
 from torch import nn, optim
 
 from distbelief.checkpoint.faults import CheckpointMismatch
-from distbelief.errors import JobError
+from distbelief.errors import JobError, NonFiniteLoss
 from distbelief.job import Job
-from distbelief.strategies.base import NonFiniteLoss
 from distbelief.strategies.localsgd.strategy import LocalSGD
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlocal import train_locally

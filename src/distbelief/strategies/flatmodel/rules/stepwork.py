@@ -21,9 +21,9 @@ from functools import cached_property
 
 import numpy as np
 
-from distbelief.errors import JobError
+from distbelief.errors import JobError, NonFiniteLoss
 from distbelief.shards import Program, Range, cover, program, split
-from distbelief.strategies.base import NonFiniteLoss, StepResult
+from distbelief.strategies.base import StepResult
 from distbelief.transport.exchange import ROW, PublishedSum, Source
 
 LOSS, WEIGHT, INTEGERS, COUNTS = range(ROW)

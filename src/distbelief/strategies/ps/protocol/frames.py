@@ -21,12 +21,12 @@ from typing import Any, Union
 import msgspec
 import zmq
 
+import distbelief.strategies.ps.protocol.messages as m
+import distbelief.strategies.ps.tables.messages as t
 from distbelief.control.messages import Decoder
 from distbelief.control.signatures import SERVER, WORKER, Sender, Signer
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.ps.protocol import messages as m
 from distbelief.strategies.ps.protocol.messages import ChangeAcknowledged, ForwardedChange, Header, SliceCopySent
-from distbelief.strategies.ps.tables import messages as t
 
 _encoder = msgspec.msgpack.Encoder()
 

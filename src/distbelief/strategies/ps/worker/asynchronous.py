@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from distbelief.control.messages import RUN_ENDS
+from distbelief.errors import NonFiniteLoss
 from distbelief.shards import Schedule, mix, shard_seed
-from distbelief.strategies.base import Applied, NonFiniteLoss, Seat, Takeover, Task
+from distbelief.strategies.base import Applied, Seat, Takeover, Task
 from distbelief.strategies.base import Fetch as FetchBatch
 from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, norms
