@@ -30,6 +30,7 @@ def clean(cluster: RayCluster, wait_until: Callable[..., None]) -> Iterator[RayC
     """After the test nothing of a run may be left in the cluster."""
     yield cluster
     wait_until(lambda: not cluster.left_behind(), 60)
+    cluster.wait_until_deaths_are_known()
 
 
 def test_a_run_survives_its_coordinator_and_a_node_and_grows_back(

@@ -75,6 +75,10 @@ class RayCluster:
                 continue
         return found
 
+    def wait_until_deaths_are_known(self) -> None:
+        """Ray's head lists a killed node as alive until its health check fails; a later run would count its cores."""
+        self._cluster.wait_for_nodes(timeout=120)
+
     def close(self) -> None:
         self._cluster.shutdown()
         for name in self.environment:
