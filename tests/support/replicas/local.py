@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.base import BeginFrom, Saved, Seat, StepResult, nothing_saved
 from distbelief.strategies.localsgd.strategy import LocalSGD
+from distbelief.transport.exchange import Geometry
 from distbelief.transport.shm.segment import Segment
 from distbelief.transport.singlemember import SingleMemberExchange
 from distbelief.worker.feed import Feed
@@ -33,15 +35,23 @@ def job_of(optimizer: str = "AdamW", **options: Any) -> Job:
 class Trainer:
     """One process that has all replicas, and begins where it is told to."""
 
-    def __init__(self, job: Job, how: LocalSGD, begin_from: BeginFrom = nothing_saved) -> None:
+    def __init__(
+        self,
+        job: Job,
+        how: LocalSGD,
+        begin_from: BeginFrom = nothing_saved,
+        exchange: Callable[[Geometry], SingleMemberExchange] = SingleMemberExchange,
+        generation: int = 0,
+    ) -> None:
         source = as_source(job.data)
         schedule = Schedule(len(source), job.global_batch, job.resolved_shards)
         feed = Feed(source, schedule, job, shuffle=True)
         prepared = how.prepare(job, schedule, torch.device("cpu"))
         ranges = [(0, prepared.shards)]
         feed.expect_groups(prepared.groups(ranges[0]), STEPS, how.stride)
-        self.exchange = SingleMemberExchange(prepared.geometry(ranges))
-        self.replica = prepared.build(Seat(0, ranges, STEPS), self.exchange, feed.fetch, begin_from)
+        self.exchange = exchange(prepared.geometry(ranges))
+        seat = Seat(0, ranges, STEPS, generation)
+        self.replica = prepared.build(seat, self.exchange, feed.fetch, begin_from)
         self.model = prepared.model
 
     def train(self, until: int = STEPS) -> list[StepResult]:

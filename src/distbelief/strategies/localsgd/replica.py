@@ -8,6 +8,7 @@ methods take and return steps.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -43,6 +44,7 @@ from distbelief.transport.exchange import ROW, Exchange, Source
 from distbelief.transport.shm.segment import Segment
 
 _WEIGHT, _INTEGERS, _SAMPLES = 1, 2, 3
+_SEEN = struct.Struct("qq")  # a generation, and the steps applied at its start or later
 
 
 class LocalReplica(DataParallelReplica):
@@ -58,8 +60,15 @@ class LocalReplica(DataParallelReplica):
         self._begin_from = begin_from
         self._went_back: RolledBack | None = None
         self._interrupted = False
+        self._seen: np.ndarray | None = None
+        """This process's last generation, and the steps that it has seen applied; kept over generations. None: all
+        members share one state."""
+        if not inner.exchange.shares_state:
+            self._seen = np.frombuffer(inner.exchange.state(_SEEN.size, "seen").buffer, np.int64, 2)
         within = replace(seat, steps=rounds.count)
         super().__init__(trainer, outer, rounds, within, inner.exchange, fetch, True, self._begin)
+        if self.exchange.rank == 0:
+            self._see()  # from here on rank 0 reports a rollback; the other members trust that after the first commit
         # clipping and the schedule are for local steps
         self._job = replace(trainer.job, clip_norm=None, schedule=None)
         self._rows = np.zeros((rounds.replicas, ROW + NUMBERS_PER_STEP * rounds.local))
@@ -88,17 +97,24 @@ class LocalReplica(DataParallelReplica):
 
     def _agree(self, begin_from: BeginFrom) -> None:
         super()._agree(begin_from)
-        if self.exchange.shares_state:
+        if self._seen is None:
             return
+        self._seen[1] = max(int(self._seen[1]), self.steps_applied())
         self._interrupted, lost = self._inner.agree(self._state.steps_applied)
-        if not lost:
-            return
-        reached = self.steps_applied()
-        self._state.forget()
-        super()._agree(self._begin_again)
-        self._inner.agree(self._state.steps_applied)
-        source = "checkpoint" if self.steps_applied() else "where the run began"
-        self._went_back = RolledBack(reached, self.steps_applied(), source)
+        if lost:
+            self._state.forget()
+            super()._agree(self._begin_again)
+            self._inner.agree(self._state.steps_applied)
+        # A generation that went back may have been given up before rank 0 reported it. So what was reached is asked of
+        # the members, and the latest generation's answer counts.
+        _, reached = max(_SEEN.unpack(theirs) for theirs in self.exchange.gather(_SEEN.pack(*self._seen)))
+        if reached > self.steps_applied():
+            source = "checkpoint" if self.steps_applied() else "where the run began"
+            self._went_back = RolledBack(reached, self.steps_applied(), source)
+
+    def _see(self) -> None:
+        if self._seen is not None:
+            self._seen[:] = self._seat.generation, self.steps_applied()
 
     def _begin_again(self, step: int = -1) -> Saved | None:
         return self._begin(step) or self._begin_anew()
@@ -133,6 +149,7 @@ class LocalReplica(DataParallelReplica):
     def commit(self, step: int) -> StepResult:
         number = self._rounds.done(step)
         result = super().commit(number)
+        self._see()
         occupied = self._rounds.occupied(number)
         self._traffic.count(self._work_of(number).sources, super()._plan(occupied).sources)
         return result
@@ -152,7 +169,7 @@ class LocalReplica(DataParallelReplica):
         code = self.exchange.code(unit.slot) if isinstance(self.exchange, CodedParts) else None
         self._trainer.encode_difference(self.exchange.slot(unit.slot), trained.touched, code)
         self._inner.write(replica, step + 1, self._trainer.kept)
-        ready = self._when_ready(unit, last)
+        ready = self._tile_adder(unit, last)
         for tile in self._trainer.layout.tiles:
             ready(tile.index)
         row = self._rows[replica]

@@ -11,7 +11,10 @@ from torch import nn, optim
 from distbelief.checkpoint.faults import CheckpointMismatch
 from distbelief.errors import JobError, NonFiniteLoss
 from distbelief.job import Job
+from distbelief.strategies.base import RolledBack
 from distbelief.strategies.localsgd.strategy import LocalSGD
+from distbelief.transport.abort import Aborted
+from distbelief.transport.singlemember import SingleMemberExchange
 from distbelief.verification.plain import make_model
 from distbelief.verification.plainlocal import train_locally
 from tests.support.replicas.local import STEPS, Trainer, assert_same_bits, job_of
@@ -115,6 +118,43 @@ def test_a_round_that_is_begun_again_consumes_nothing_twice() -> None:
     rough.replica.compute(3)  # and it comes to nothing
     rough.train()
     assert_same_bits(rough.weights(), smooth.weights())
+
+
+class GivenUp(SingleMemberExchange):
+    """An exchange that is aborted at the member's n-th gather, as if a newcomer had joined."""
+
+    gathers = 0
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        self.gathers -= 1
+        if not self.gathers:
+            raise Aborted
+        return super().gather(payload)
+
+
+@pytest.mark.parametrize("gathers", range(1, 8))
+def test_a_rollback_of_a_generation_that_is_given_up_is_reported_by_the_next_one(gathers: int) -> None:
+    """Whichever operation was interrupted; and no later generation repeats the report."""
+    job, how = job_of("momentum"), LocalSGD(3, replicas=3)
+    first = Trainer(job, how, exchange=GivenUp, generation=1)
+    first.train(until=6)
+    before, exchange = first.weights(), first.exchange
+    assert isinstance(exchange, GivenUp)
+
+    def begin(generation: int) -> Trainer:
+        return Trainer(job, how, exchange=lambda geometry: exchange, generation=generation)
+
+    inner = exchange.state(0, "inner").buffer
+    inner[:] = bytes(len(inner))  # the members that had the replicas' optimizer states have died
+    exchange.gathers = gathers
+    with pytest.raises(Aborted):
+        begin(generation=2)
+    again = begin(generation=3)
+    assert again.replica.rolled_back() == RolledBack(6, 0, "where the run began")
+    assert begin(generation=4).replica.rolled_back() is None
+    again.train(until=6)
+    assert_same_bits(again.weights(), before)
+    assert begin(generation=5).replica.rolled_back() is None
 
 
 def test_a_state_of_another_number_of_replicas_does_not_fit() -> None:
