@@ -55,7 +55,7 @@ def train(
 
     DistBelief replaces a worker that dies, and the run continues; with fewer than `min_workers` workers alive the run
     waits. `balance` moves shards to faster workers; the result does not depend on it. If all other workers have waited
-    `stuck_after_s` seconds for one worker, it is replaced. All other deadlines follow from measured step times.
+    `stuck_after_s` seconds for a worker that sends heartbeats, it is replaced; a frozen worker is replaced sooner.
 
     Workers save a checkpoint every 500 steps (`save_every=500`) or every ten minutes (`"10m"`), and at the end, to
     `checkpoints`, a folder or URL; by default to the run directory. The run keeps the newest `keep_last` checkpoints,

@@ -171,7 +171,7 @@ class RunOptions(msgspec.Struct, frozen=True):
     stuck_after_s: Annotated[
         float,
         Option(
-            "Replace a worker that all others have waited for this long.",
+            "Replace a worker that all others have waited for this long (a frozen worker is replaced sooner).",
             flag="--stuck-after",
             metavar="SECONDS",
             least=1,

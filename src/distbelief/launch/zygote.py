@@ -72,7 +72,7 @@ def _warm_up(strategy: str) -> None:
     """Import what a worker needs. Garbage collection is off meanwhile: imported modules are never garbage, and walking
     through them repeatedly would take a fifth of the launch."""
     gc.disable()
-    importlib.import_module("distbelief.strategies.flatmodel.tileoptimizer").spare_the_compiler()
+    importlib.import_module("distbelief.strategies.flatmodel.tileoptimizer").avoid_compiler_import()
     importlib.import_module("distbelief.worker.process")
     if parse(strategy).servers:
         importlib.import_module("distbelief.worker.serving")

@@ -104,7 +104,8 @@ class StepPlan:
     sources: Sequence[Source]
     program: Program
     one_by_one: bool = False
-    """Each sum is requested once, and is not used after the request for the next sum."""
+    """The caller requests each sum once and finishes with it before it requests the next one, so the exchange may reuse
+    one buffer for all."""
 
 
 @dataclass(frozen=True)

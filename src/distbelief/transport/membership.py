@@ -12,7 +12,7 @@ from distbelief.transport.abort import Abort
 from distbelief.transport.exchange import Geometry
 from distbelief.transport.gloo.group import TorchGroup
 from distbelief.transport.gloo.rendezvous import Rendezvous
-from distbelief.transport.shm.controlblock import EarlierGeneration
+from distbelief.transport.shm.controlblock import GenerationMemory
 from distbelief.transport.shm.exchange import SharedExchange
 from distbelief.transport.shm.segment import Memory, Segment, SegmentClient
 
@@ -66,9 +66,9 @@ class Membership:
         """Open the group; waits until all members have come."""
         return TorchGroup(self.rendezvous(), self.rank, self.size, self.abort)
 
-    def past(self, geometry: Callable[[Sequence[Range]], Geometry]) -> list[EarlierGeneration]:
+    def past(self, geometry: Callable[[Sequence[Range]], Geometry]) -> list[GenerationMemory]:
         """The earlier generations. `geometry`: the sizes of a generation with these ranges of shards."""
-        return [EarlierGeneration(_name(one.generation), geometry(one.ranges)) for one in self.earlier]
+        return [GenerationMemory(_name(one.generation), geometry(one.ranges)) for one in self.earlier]
 
     def share(self, segments: SegmentClient, geometry: Callable[[Sequence[Range]], Geometry]) -> SharedExchange:
         """Open the exchange in the shared memory of one host."""

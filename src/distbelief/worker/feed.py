@@ -18,7 +18,7 @@ from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 
 AHEAD = 2  # steps that are read ahead
-TOGETHER = 4096  # positions permuted by one call, which costs as much as some hundreds of positions
+TOGETHER = 4096  # positions permuted per call; a call has a fixed cost, that of some hundred positions
 
 
 class Feed:

@@ -75,7 +75,7 @@ class Assignment:
     profile: Profiler | None = None
 
     def before(self, applied: int) -> int:
-        """The number of steps of the state before the one after `applied` steps.
+        """The step count of the state that precedes the state after `applied` steps.
 
         >>> Assignment(0, 1, 20, Path(), 0, stride=8).before(20)
         16
@@ -137,8 +137,7 @@ class GenerationTraining:
         self.progress.recall = lambda reported: report_again(self.replica, self.progress, reported)
 
     def report(self, one: Applied) -> None:
-        report = StepReport(one.step, one.loss, one.samples, one.fingerprint, one.at, one.generation)
-        self.progress.reports.append(report)
+        _report(self.progress, one)
 
     def reached(self, applied: int, counted: int) -> None:
         self.progress.step = applied
@@ -244,8 +243,7 @@ def train(replica: Replica, training: GenerationTraining) -> WorkerFinished:
         took = time.perf_counter() - started
         busy_s += took
         if step > first or step + len(results) == task.steps:  # the first step warms up
-            watch.speed.seconds += took
-            watch.speed.samples += sum(result.samples for result in results)
+            training.trained(took, sum(result.samples for result in results))
         progress.step = step + len(results)
         compute_s = busy_s - watch.data_s - replica.comm_s
         waits, traffic = dict(replica.waits()), replica.traffic()
@@ -255,8 +253,7 @@ def train(replica: Replica, training: GenerationTraining) -> WorkerFinished:
         if leads:
             at = time.time()
             for number, one in enumerate(results, step):
-                report = StepReport(number, one.loss, one.samples, one.fingerprint, at, task.generation)
-                progress.reports.append(report)
+                _report(progress, Applied(number, one.loss, one.samples, one.fingerprint, task.generation, at))
         if leads and (lines := replica.plan_lines()):
             task.show(lines)
         step += len(results)
@@ -296,11 +293,14 @@ def _is_missing(replica: Replica, applied: int) -> bool:
 def report_again(replica: Seated, progress: Progress, reported: int) -> None:
     """Repeat reports that earlier members or a coordinator may have lost. Any member can do it."""
     for one in replica.remembered(reported):
-        report = StepReport(one.step, one.loss, one.samples, one.fingerprint, one.at, one.generation)
-        progress.reports.append(report)
+        _report(progress, one)
     evaluated, metrics = _last_evaluation(replica)
     if metrics:
         progress.evaluations.append(Evaluation(evaluated, metrics))
+
+
+def _report(progress: Progress, one: Applied) -> None:
+    progress.reports.append(StepReport(one.step, one.loss, one.samples, one.fingerprint, one.at, one.generation))
 
 
 def _last_evaluation(replica: Seated) -> tuple[int, dict[str, float]]:

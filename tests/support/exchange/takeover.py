@@ -21,7 +21,7 @@ from distbelief.shards import cover, mix
 from distbelief.strategies.flatmodel.rules.stepwork import plan_takeover
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import Contribution, PublishedSum, Source, StepPlan
-from distbelief.transport.shm.controlblock import ARRIVED, EarlierGeneration
+from distbelief.transport.shm.controlblock import ARRIVED, GenerationMemory
 from distbelief.transport.shm.exchange import SharedExchange
 from distbelief.transport.shm.segment import SegmentClient
 from tests.support.exchange.member import (
@@ -135,7 +135,7 @@ def finish(
         again.rank,
         geometry(again),
         Abort(),
-        [EarlierGeneration("generation 1", geometry(seat))],
+        [GenerationMemory("generation 1", geometry(seat))],
     )
     second.gather(b"")
     held = second.published_sums(STEP)
@@ -153,7 +153,7 @@ def finish(
         again.rank,
         geometry(again),
         Abort(),
-        [EarlierGeneration("generation 1", geometry(seat))],
+        [GenerationMemory("generation 1", geometry(seat))],
     )
     assert third.published_sums(STEP) is None, "and its memory was given back"
     third.gather(b"")

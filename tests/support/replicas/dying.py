@@ -29,7 +29,7 @@ from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import Exchange
 from distbelief.transport.gloo.exchange import TorchExchange
 from distbelief.transport.gloo.rendezvous import Rendezvous
-from distbelief.transport.shm.controlblock import ARRIVED, EarlierGeneration
+from distbelief.transport.shm.controlblock import ARRIVED, GenerationMemory
 from distbelief.transport.shm.exchange import SharedExchange
 from distbelief.transport.shm.segment import Segment, SegmentClient
 from distbelief.worker.feed import Feed
@@ -207,7 +207,7 @@ def _meet(
         meeting = Rendezvous("127.0.0.1", script.port, name, timeout_s=20 * 2 ** (generation - 1))
         return TorchExchange(meeting, rank, geometry, abort, own)
     past = [
-        EarlierGeneration(f"generation {g}", prepared.geometry(script.ranges(g))) for g in range(generation - 1, 0, -1)
+        GenerationMemory(f"generation {g}", prepared.geometry(script.ranges(g))) for g in range(generation - 1, 0, -1)
     ]
     return SharedExchange(segments, name, rank, geometry, abort, past[:16])
 

@@ -6,13 +6,16 @@ faults.py kills them (`_fence`). This file kills nothing and knows no processes.
 How it works:
 - A member is suspected only while the run stands still, that is, no step was committed for the run's deadline. A member
   that is silent while steps are committed is merely cut off from us, and its shards are being computed.
-- *Frozen*: no heartbeat for the member's deadline. That deadline follows from the gaps between its own heartbeats
-  (`_silence_deadline_s`), the run's deadline from the measured step times (`_Steps.deadline_s`). So a quiet machine
-  is judged a little more than FLOOR_S after the last heartbeat, a loaded machine later. Before steps are measured the
-  run may stand still for STARTUP_S.
+- *Frozen*: no heartbeat for the member's deadline. That deadline follows from the gaps between its own heartbeats, and
+  is at least twice the usual longest gap of all members and four times the coordinator's own tick
+  (`_silence_deadline_s`); a newcomer has three times as long. The run's deadline follows from the measured step times
+  (`_Steps.deadline_s`), and is three times as long for a generation's first step. So a frozen member of a quiet machine
+  is found a little more than FLOOR_S after its last heartbeat, of a loaded machine later. Before steps are measured
+  the run may stand still for STARTUP_S.
 - *Stuck*: a member sends heartbeats, but all others have waited for it alone for `stuck_after_s` (the option
   --stuck-after), or for _STUCK times the run's deadline if that is longer.
-- When all members are silent at once, the coordinator is probably cut off: nothing happens before `stuck_after_s`.
+- When all of several members are silent at once, the coordinator is probably cut off: nothing happens before
+  `stuck_after_s`. A member that trains alone has its ordinary deadline.
 - Pauses of the coordinator itself are no evidence against members: after one, every member has its whole deadline
   again.
 
@@ -34,22 +37,21 @@ FLOOR_S = 1.0
 STARTUP_S = 60.0
 """How long a run may stand still before the times of its steps are measured."""
 
-_KEPT_STEPS = 15
-_ENOUGH_STEPS = 5
-_KEPT_GAPS = 15
-_ENOUGH_GAPS = 5
-_SPREADS = 6.0
+_KEPT_STEPS = _KEPT_GAPS = 15  # the last measurements that medians are taken of
+_ENOUGH_STEPS = 5  # with fewer, the run's deadline is STARTUP_S
+_ENOUGH_GAPS = 5  # with fewer, a member's deadline is _NEWCOMER times the floor
+_SPREADS = 6.0  # a deadline is the median plus this many spreads
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _LEAST_SPREAD = 0.05  # of the median: a few equal measurements do not prove that the next is equal
-_BEATS = 4.0
-_PEAKS = 2.0
+_BEATS = 4.0  # a member may miss this many usual gaps, and as many ticks of the coordinator
+_PEAKS = 2.0  # and be silent for this many times its longest gap, or the members' usual longest gap
 _PEAK_HALF_LIFE_S = 60.0
-_LONGEST_GAP_S = 5.0  # a longer one was an outage; remembering it whole would blind us for minutes
-_NEWCOMER = 3.0
-_STUCK = 20.0
-_PAUSE_S = 1.0
-_PAUSE_TICKS = 5.0
-_PAGE = 64
+_LONGEST_GAP_S = 5.0  # a longer one was an outage; remembering it whole would lengthen the deadline for minutes
+_NEWCOMER = 3.0  # times the floor: a new member, and a generation that has not committed a step yet
+_STUCK = 20.0  # times the run's deadline, before a member that sends heartbeats is stuck
+_PAUSE_S = 1.0  # the coordinator has paused if it did not tick for this long, and
+_PAUSE_TICKS = 5.0  # for this many usual ticks
+_PAGE = 64  # members per page of `Pulse`
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ class _Beat:
 
 @dataclass(frozen=True)
 class _Steps:
-    """The run's commits. `changed_at` is our clock; durations are differences of one member's clock."""
+    """The run's commits. `changed_at` is read from the coordinator's clock; `durations` are differences of the
+    reporting member's clock."""
 
     step: int = -1
     changed_at: float = 0.0

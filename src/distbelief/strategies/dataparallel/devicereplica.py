@@ -58,7 +58,7 @@ class DeviceReplica(DataParallelReplica):
     def _computed(self, shard: int, samples: int, result: Callable[[], ShardResult]) -> None:
         self._under_way.append((shard, samples, result))
 
-    def _when_ready(self, unit: ShardWork, last: bool) -> Callable[[int], None]:
+    def _tile_adder(self, unit: ShardWork, last: bool) -> Callable[[int], None]:
         """Like the base class, but for whole stretches: a launch costs as much for one tile as for a hundred."""
 
         def stretch_ready(number: int) -> None:

@@ -9,20 +9,24 @@ The training loop (worker/training.py) calls `compute(t)` and `commit(t)` on eve
 2. Compute. `_compute_unit` fetches a shard's batch and hands it to `ShardComputer.begin` (flatmodel/compute.py):
    forward, loss, backward. `GradientCapture` (flatmodel/capture.py) writes every gradient into the shard's slot as soon
    as autograd has it.
-3. Publish. When all gradients of a tile are there, `_when_ready` adds the tile to that of the sibling shard in the
-   tree. After the last shard it calls `exchange.publish`: the member that owns the tile may read this partial sum.
+3. Publish. When all gradients of a tile are there, the function from `_tile_adder` adds the tile to that of the
+   sibling shard in the tree. In the last shard it then calls `exchange.publish`, while the backward pass continues: the
+   member that owns the tile may read this partial sum.
 
 `commit(t)` adds the partial sums of all members and updates the state.
 
-4. Contribute. `exchange.share` tells all members this member's loss rows, touched marks and integer buffers, and
+4. Contribute. `exchange.share` tells all members this member's loss rows, untouched marks and integer buffers, and
    waits for theirs. While it waits, `_meanwhile` computes backup copies of the shards of a late member (`Helper`);
-   when none is left, it adds up tiles that are complete. When it returns, the step is *certain*: on one host, all
-   that the update reads is in memory that outlives the members, and no member writes to it until the step is applied.
+   when `_meanwhile` finds none, `share` adds up complete tiles. When `share` returns, the step is *certain*: on one
+   host, all that the update reads is in memory that outlives the members, and no member writes to it until the step is
+   applied.
 5. Judge. `judge_rows` (flatmodel/rules/stepwork.py) gives the loss and the fingerprint of the step, or raises because
-   the loss is not finite. All members judge the same rows, so all come to the same verdict.
-6. Update. For every tile of this member `_update` takes the sum (`exchange.reduced`: in tree order, out of place),
-   copies the tile's old bytes to the undo log (`ReplicaState.open`, flatmodel/state.py), runs the optimizer
-   (`TileUpdates.apply`, flatmodel/tileoptimizer.py) and marks the tile as done (`ReplicaState.close`).
+   a loss or a weight is not finite or integer buffers disagree. All members judge the same rows, so all come to the
+   same verdict.
+6. Update. Rank 0 keeps the result and the integer buffers. For every tile of this member `_update` takes the sum
+   (`exchange.reduced`: in tree order, out of place; with clipping all sums first, for the norm), copies the tile's old
+   bytes to the undo log (`ReplicaState.open`, flatmodel/state.py), runs the optimizer (`TileUpdates.apply`,
+   flatmodel/tileoptimizer.py) and marks the tile as done (`ReplicaState.close`). Float buffers are averaged likewise.
 7. Settle. `exchange.applied` announces it; `_look_ahead` fetches the next batch meanwhile; `exchange.settle` returns
    when all members have applied the step. Then the slots may be written again.
 
@@ -222,7 +226,7 @@ class DataParallelReplica(TileCopies):
         ahead, self._ahead = self._ahead, (-1, None)
         self.exchange.working(first)
         batch, samples = ahead[1] if ahead[0] == step else self._fetch(step, first, end)
-        tile_ready = self._when_ready(unit, last)
+        tile_ready = self._tile_adder(unit, last)
         seed, slot = shard_seed(self._job.seed, step, first), self.exchange.slot(unit.slot)
         self._computed(first, samples, self._computer.begin(batch, samples, seed, slot, self._committed, tile_ready))
 
@@ -232,9 +236,9 @@ class DataParallelReplica(TileCopies):
         self._rows[shard] = (found.loss_sum, found.weight, found.integers, samples)
         self._touched |= found.touched
 
-    def _when_ready(self, unit: ShardWork, last: bool) -> Callable[[int], None]:
-        """Returns the function that handles a tile of this shard once its gradients are complete: it adds the tile to
-        its sibling in the tree and publishes it."""
+    def _tile_adder(self, unit: ShardWork, last: bool) -> Callable[[int], None]:
+        """Returns a callback for tiles of this shard whose gradients are complete. It adds the tile along the tree
+        (`unit.additions`); in this member's `last` shard it then publishes the tile."""
         views = self._tile_views
 
         def tile_ready(tile: int) -> None:
@@ -247,7 +251,7 @@ class DataParallelReplica(TileCopies):
 
     def _take(self, unit: ShardWork, backup: Backup, last: bool) -> None:
         """Use another member's backup copy of a shard of this member."""
-        tile_ready = self._when_ready(unit, last)
+        tile_ready = self._tile_adder(unit, last)
         for tile, (mine, theirs) in enumerate(zip(self._tile_views(unit.slot), backup.tiles, strict=True)):
             mine.copy_(theirs)
             tile_ready(tile)

@@ -63,7 +63,8 @@ class GradientCapture:
             layer.__class__ = self._slot_linear
 
     def _place(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The weight's place in the slot, once per backward pass: its contents then belong to autograd."""
+        """Returns the weight's view of the slot on the first call in a backward pass, later None, because autograd then
+        uses that memory as the gradient."""
         index = self._numbers.get(id(weight))
         if index is None or index in self._given or not self._views:
             return None

@@ -81,7 +81,8 @@ class UndoLog:
 
 
 class ReplicaState:
-    """Views of the state's memory. A tile's stamp is 2t: it is before step t; 2t+1: it is open and may be torn."""
+    """Views of the state's memory. A tile's stamp is 2t when t steps are applied to it, and 2t+1 while step t is being
+    applied: the tile is open, and may be torn."""
 
     def __init__(self, layout: Layout, recipe: Recipe, exchange: Exchange, integer_bytes: int) -> None:
         self.layout = layout
@@ -200,7 +201,7 @@ class ReplicaState:
             raise DistBeliefError("a tile in shared memory is torn, and no undo log has its old bytes")
         return torn
 
-    # --- what belongs to the values -----------------------------------------------------------------------------------
+    # --- integer buffers, history and note ----------------------------------------------------------------------------
 
     def integers(self, applied: int) -> bytes:
         """The integer buffers after `applied` steps, which is the present number of steps or one less."""

@@ -233,7 +233,7 @@ class TileOptimizer:
         `divisor`: the fused optimizer divides the gradients by it."""
         if self._optimizer is None:
             return
-        self._aim(gradients, untouched)
+        self._assign_gradients(gradients, untouched)
         if self._fused:
             self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]  # as torch.amp tells it
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
@@ -248,9 +248,9 @@ class TileOptimizer:
             self._gradients = {}
         self._save()
 
-    def _aim(self, gradients: dict[int, torch.Tensor], untouched: np.ndarray | None) -> None:
-        """Assign every piece its part of the gradient. The last step's assignments stay valid unless pieces were
-        skipped."""
+    def _assign_gradients(self, gradients: dict[int, torch.Tensor], untouched: np.ndarray | None) -> None:
+        """Set each piece's `.grad` to its part of the tile's gradient. Does nothing if the same tensors were assigned
+        in the last step and no piece was or is skipped."""
         same = self._gradients and all(gradients[t] is g for t, g in self._gradients.items())
         if untouched is None and same and self._elementwise:  # an unknown optimizer may have cleared them
             return
@@ -387,9 +387,9 @@ class TileUpdates:
         untouched: np.ndarray,
         scale: float = 1.0,
     ) -> None:
-        """One step on all tiles, or on some tiles that are updated one by one. The gradients (by tile) may be
-        overwritten. Untouched entries stay as they are. `rate`: factor of the learning rate; `scale`: factor of the
-        gradients, only if `may_scale`."""
+        """Run the optimizer on the tiles in `gradients`: all tiles, or any of them if tiles are updated `apart`. It may
+        overwrite the gradients. Untouched entries stay as they are. `rate`: factor of the learning rate; `scale`:
+        factor of the gradients, only if `may_scale`."""
         skip = untouched if untouched[: self._parameters].any() else None
         divisor = _divisor(scale)
         for first in gradients:
@@ -431,7 +431,7 @@ def set_buffers(values: torch.Tensor, average: torch.Tensor, pieces: Sequence[Pi
 _COMPILER = "torch._dynamo"
 
 
-def spare_the_compiler() -> None:
+def avoid_compiler_import() -> None:
     """Make, save and load optimizers without importing the compiler. Called once per process."""
     if _COMPILER in sys.modules:
         return

@@ -1,6 +1,6 @@
 """The control block: the shared memory of one generation, except its gradients.
 
-    | futex flags, a row per member | liveness mutexes | small arrays: rows, touched marks, squares, nodes, … |
+    | futex flags, a row per member | liveness mutexes | small arrays: rows, untouched marks, squares, nodes, … |
 
 Members record there their progress (`BEGUN`, `ARRIVED`, …), their contributions to a step, and their published partial
 sums. The next generation reads these entries, also those of members that died. `ControlBlock` maps the block, and the
@@ -30,8 +30,9 @@ _SLOTS = 1 << 16
 
 
 @dataclass(frozen=True)
-class EarlierGeneration:
-    """An earlier generation whose unfinished step may be taken over."""
+class GenerationMemory:
+    """Names the shared memory of one generation: the present one, or an earlier one whose unfinished step may be taken
+    over."""
 
     name: str
     geometry: Geometry
@@ -43,7 +44,7 @@ class ControlBlock:
     def __init__(
         self,
         segments: SegmentClient,
-        generation: EarlierGeneration,
+        generation: GenerationMemory,
         rank: int = 0,
         abort: Abort | None = None,
         *,
@@ -56,15 +57,26 @@ class ControlBlock:
         self._name = generation.name
         flags = TILES + len(geometry.tiles)
         liveness_at = flag_row_bytes(flags) * self.members
-        arrays, size_bytes = _places(geometry, liveness_at + LIVENESS_BYTES * self.members)
+        places, size_bytes = _places(geometry, liveness_at + LIVENESS_BYTES * self.members)
         memory = segments.segment(f"{generation.name}/control", -1 if exists else size_bytes)
         self.flags = FutexFlags(memory.buffer, 0, self.members, flags, rank, abort or Abort())
         self.liveness = [
             ThreadLiveness(memory.buffer, liveness_at + LIVENESS_BYTES * member) for member in range(self.members)
         ]
-        maps = [np.ndarray(shape, dtype, buffer=memory.buffer, offset=at) for dtype, shape, at in arrays]
-        self.rows, self.untouched, self.squares, self.nodes, self.integers, self.mailboxes = maps[:6]
-        self.claims, self.backups, self.backup_rows, self.backup_touched = maps[6:]
+        arrays = {
+            name: np.ndarray(shape, dtype, buffer=memory.buffer, offset=at)
+            for name, (dtype, shape, at) in places.items()
+        }
+        self.rows = arrays["rows"]
+        self.untouched = arrays["untouched"]
+        self.squares = arrays["squares"]
+        self.nodes = arrays["nodes"]
+        self.integers = arrays["integers"]
+        self.mailboxes = arrays["mailboxes"]
+        self.claims = arrays["claims"]
+        self.backups = arrays["backups"]
+        self.backup_rows = arrays["backup_rows"]
+        self.backup_touched = arrays["backup_touched"]
         self._slots: dict[tuple[int, int], Segment] = {}
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
 
@@ -158,24 +170,25 @@ class SharedBackups:
         return None
 
 
-def _places(geometry: Geometry, at: int) -> tuple[list[tuple[np.dtype[Any], tuple[int, ...], int]], int]:
-    """The places of the small arrays, after the flags and the mutexes, and the end of the last one."""
+def _places(geometry: Geometry, at: int) -> tuple[dict[str, tuple[np.dtype[Any], tuple[int, ...], int]], int]:
+    """The small arrays, each with its type, shape and offset, from `at` on; and the end of the last one."""
     members = len(geometry.slots)
-    fields: list[tuple[Any, tuple[int, ...]]] = [
-        (np.float64, (geometry.shards, geometry.row)),
-        (np.uint8, (members, geometry.marks)),
-        (np.float64, (len(geometry.tiles),)),
-        (np.int32, (members, 1 + geometry.shards, 3)),
-        (np.uint8, (members, geometry.integer_bytes)),
-        ([("length", np.int64), ("more", np.int64), ("data", np.uint8, MAILBOX_BYTES)], (members,)),
-        (np.int64, (geometry.shards,)),
-        (np.int64, (members, geometry.shards)),
-        (np.float64, (geometry.shards, geometry.row)),
-        (np.uint8, (geometry.shards, geometry.marks)),
-    ]
-    places = []
-    for kind, shape in fields:
+    mailbox = [("length", np.int64), ("more", np.int64), ("data", np.uint8, MAILBOX_BYTES)]
+    arrays: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "rows": (np.float64, (geometry.shards, geometry.row)),
+        "untouched": (np.uint8, (members, geometry.marks)),
+        "squares": (np.float64, (len(geometry.tiles),)),
+        "nodes": (np.int32, (members, 1 + geometry.shards, 3)),
+        "integers": (np.uint8, (members, geometry.integer_bytes)),
+        "mailboxes": (mailbox, (members,)),
+        "claims": (np.int64, (geometry.shards,)),
+        "backups": (np.int64, (members, geometry.shards)),
+        "backup_rows": (np.float64, (geometry.shards, geometry.row)),
+        "backup_touched": (np.uint8, (geometry.shards, geometry.marks)),
+    }
+    places = {}
+    for name, (kind, shape) in arrays.items():
         dtype = np.dtype(kind)
-        places.append((dtype, shape, at))
+        places[name] = (dtype, shape, at)
         at += -(-int(np.prod(shape)) * dtype.itemsize // 64) * 64
     return places, at

@@ -42,7 +42,7 @@ from distbelief.transport.shm.controlblock import (
     UNITS,
     WORKING,
     ControlBlock,
-    EarlierGeneration,
+    GenerationMemory,
     SharedBackups,
 )
 from distbelief.transport.shm.segment import Segment, SegmentClient
@@ -61,7 +61,7 @@ class SharedExchange:
         rank: int,
         geometry: Geometry,
         abort: Abort,
-        past: Sequence[EarlierGeneration] = (),
+        past: Sequence[GenerationMemory] = (),
     ) -> None:
         self.rank = rank
         self.size = len(geometry.slots)
@@ -70,24 +70,28 @@ class SharedExchange:
         self._name = name
         self._geometry = geometry
         self._abort = abort
-        self._block = ControlBlock(segments, EarlierGeneration(name, geometry), rank, abort)
+        self._block = ControlBlock(segments, GenerationMemory(name, geometry), rank, abort)
         self._flags = self._block.flags
         self._liveness = self._block.liveness[rank]
         self._liveness.begin()
         self.backups: Backups | None = SharedBackups(self._block, rank)
         self._before = list(past)
         self._found: dict[int, ControlBlock] | None = None
-        self._out: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, torch.Tensor] = {}
+        """A buffer per tile, for sums that are kept until the step is applied."""
         self._scratch: dict[torch.dtype, list[torch.Tensor]] = {}
         self._ready: deque[int] = deque()
         """The tiles that this member owns and has published, in order of publication."""
-        self._passing: dict[int, torch.Tensor] = {}
-        """Views of one shared buffer, for sums that are used one at a time."""
         self._reduced: set[int] = set()
+        """The tiles whose sums are in `_kept`."""
         self._largest = max((tile.numel for tile in geometry.tiles), default=0)
-        self._place = Segment.private(max((tile.size_bytes for tile in geometry.tiles), default=0))
+        self._reused = Segment.private(max((tile.size_bytes for tile in geometry.tiles), default=0))
+        """One buffer that every sum overwrites, for plans that use the sums one by one."""
+        self._reused_as: dict[int, torch.Tensor] = {}
+        """The same buffer as each tile sees it."""
         self._meetings = 0
         self._plan = StepPlan(-1, [], 0)
+        self._stamp = 0
 
     @property
     def waiting(self) -> bool:
@@ -154,7 +158,7 @@ class SharedExchange:
     def publish(self, tile: int) -> None:
         self._flags.set(TILES + tile, self._stamp)
         if tile % self.size != self.rank:
-            self._flags.ring()  # the tile's owner may be waiting
+            self._flags.wake()  # the tile's owner may be waiting
         elif not isinstance(self._plan.program, int):
             self._ready.append(tile)
 
@@ -166,21 +170,21 @@ class SharedExchange:
     def _part(self, source: Source, tile: int) -> torch.Tensor:
         return self._of(source).tiles(source.rank, source.slot)[tile]
 
-    def _room(self, tile: int) -> torch.Tensor:
-        """Memory for a sum that is kept until the step is applied."""
+    def _kept_buffer(self, tile: int) -> torch.Tensor:
         self._reduced.add(tile)
-        if tile not in self._out:
+        if tile not in self._kept:
             shape = self._geometry.tiles[tile]
-            self._out[tile] = torch.empty(shape.numel, dtype=shape.dtype)
-        return self._out[tile]
+            self._kept[tile] = torch.empty(shape.numel, dtype=shape.dtype)
+        return self._kept[tile]
 
-    def _room_in_passing(self, tile: int) -> torch.Tensor:
+    def _buffer(self, tile: int) -> torch.Tensor:
+        """Where the caller gets the sum of a tile."""
         if not self._plan.one_by_one:
-            return self._room(tile)
-        if tile not in self._passing:
+            return self._kept_buffer(tile)
+        if tile not in self._reused_as:
             shape = self._geometry.tiles[tile]
-            self._passing[tile] = self._place.tensor(shape.dtype, 0, shape.numel)
-        return self._passing[tile]
+            self._reused_as[tile] = self._reused.tensor(shape.dtype, 0, shape.numel)
+        return self._reused_as[tile]
 
     def where(self, source: Source) -> Segment:
         """The slot that holds a partial sum of the step, of any member and generation."""
@@ -209,7 +213,7 @@ class SharedExchange:
         while self._ready and not self._flags.reached(ARRIVED, self._stamp):
             tile = self._ready.popleft()
             self._flags.await_all(TILES + tile, self._stamp)
-            self._reduce(tile, self._room(tile))
+            self._reduce(tile, self._kept_buffer(tile))
         self._flags.await_all(ARRIVED, self._stamp)
         rows, untouched = block.rows, np.asarray(block.untouched.all(axis=0))
         if any(source.back for source in self._plan.sources):
@@ -230,15 +234,15 @@ class SharedExchange:
 
     def reduced(self, tile: int) -> torch.Tensor:
         if tile in self._reduced:
-            return self._out[tile]
-        return self._reduce(tile, self._room_in_passing(tile))
+            return self._kept[tile]
+        return self._reduce(tile, self._buffer(tile))
 
     def scaled(self, tile: int, factor: float) -> torch.Tensor:
         program = self._plan.program
         if tile in self._reduced or not isinstance(program, int):
             return self.reduced(tile).mul_(factor)
         # a single partial sum: multiply in one pass, without a copy
-        return torch.mul(self._part(self._plan.sources[program], tile), factor, out=self._room_in_passing(tile))
+        return torch.mul(self._part(self._plan.sources[program], tile), factor, out=self._buffer(tile))
 
     def share_squares(self, mine: dict[int, float]) -> list[float]:
         for tile, value in mine.items():
@@ -307,7 +311,7 @@ class SharedSlots(SharedExchange):
         rank: int,
         geometry: Geometry,
         abort: Abort,
-        past: Sequence[EarlierGeneration] = (),
+        past: Sequence[GenerationMemory] = (),
         memory: dict[str, Segment] | None = None,
     ) -> None:
         """`memory`: segments that this process keeps across generations."""
@@ -348,7 +352,7 @@ class SharedSlots(SharedExchange):
             self._meet()
 
 
-def _left_by(segments: SegmentClient, past: EarlierGeneration) -> ControlBlock | None:
+def _left_by(segments: SegmentClient, past: GenerationMemory) -> ControlBlock | None:
     """The control block of an earlier generation; None if that generation never created one."""
     try:
         return ControlBlock(segments, past, exists=True)

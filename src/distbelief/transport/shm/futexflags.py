@@ -1,9 +1,9 @@
 """Futex flags and thread liveness: waiting between the members of one host, and immediate detection of deaths.
 
 `FutexFlags` is a table of 32-bit flags in shared memory. A flag has one writer. Plain stores suffice between x86
-processes (stores are seen in program order); other instruction sets use torch groups. A waiting member spins for a
-moment, then sleeps in the kernel on the other member's *bell* (a futex), so that it frees the core where workers
-outnumber cores. Every wait can be aborted, and notices an abort within milliseconds.
+processes (stores are seen in program order); on other processors members exchange over gloo. A waiting member spins for
+a moment, then sleeps in the kernel on the other member's futex, so that it frees the core where workers outnumber
+cores. Every wait can be aborted, and notices an abort within milliseconds.
 
 `ThreadLiveness` is a robust mutex in shared memory, which the training thread holds while it works. When that thread
 dies, for whatever reason, the kernel marks the mutex and wakes its watchers before it frees the process's memory. The
@@ -21,7 +21,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from distbelief.transport.abort import Abort
 
@@ -49,7 +49,7 @@ _NAP = ctypes.byref(_Timespec(0, 20_000_000))  # a sleeping member checks for an
 
 
 def flag_row_bytes(flags: int) -> int:
-    """The size of one member's row: its bell and its flags, in separate cache lines."""
+    """The size of one member's row: its futex and its flags, in separate cache lines."""
     return -(-(flags + 1) * 4 // _LINE) * _LINE
 
 
@@ -75,30 +75,33 @@ class FutexFlags:
     def get(self, member: int, flag: int) -> int:
         return self._cells[member * self._row + 1 + flag]
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the members that wait for a change of this member's flags."""
-        bell = self._me * self._row
-        self._cells[bell] = (self._cells[bell] + 1) & 0xFFFFFFFF
-        _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address + bell * 4), _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+        futex = self._me * self._row
+        self._cells[futex] = (self._cells[futex] + 1) & 0xFFFFFFFF
+        self._futex(futex, _FUTEX_WAKE, _EVERYBODY, None)
 
     def wake_sleepers(self) -> None:
         """Wake all members that sleep on this table, so that they notice an abort at once."""
-        for bell in range(0, self._row * self._members, self._row):
-            _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address + bell * 4), _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+        for futex in range(0, self._row * self._members, self._row):
+            self._futex(futex, _FUTEX_WAKE, _EVERYBODY, None)
+
+    def _futex(self, cell: int, operation: int, value: int, timeout: Any) -> None:
+        _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address + cell * 4), operation, value, timeout, None, 0)
 
     def wait(self, member: int, flag: int, enough: Callable[[int], bool]) -> None:
         """Wait until the member's flag satisfies `enough`. Raises Aborted."""
-        cells, cell, bell = self._cells, member * self._row + 1 + flag, member * self._row
+        cells, cell, futex = self._cells, member * self._row + 1 + flag, member * self._row
         spins = 0
         while not enough(cells[cell]):
             spins += 1
             if spins < self._spins:
                 continue
             self._abort.check()
-            heard = cells[bell]
+            seen = cells[futex]
             if enough(cells[cell]):
                 return
-            _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address + bell * 4), _FUTEX_WAIT, heard, _NAP, None, 0)
+            self._futex(futex, _FUTEX_WAIT, seen, _NAP)
 
     def reached(self, flag: int, value: int) -> bool:
         """Whether every member has announced at least this value."""
@@ -113,7 +116,7 @@ class FutexFlags:
         """Set the flag also after an abort: finished work stays valid, and members that take the step over read it
         here."""
         self.set(flag, value)
-        self.ring()
+        self.wake()
 
     def await_all(self, flag: int, value: int) -> None:
         for member in range(self._members):

@@ -69,8 +69,8 @@ def test_the_compiler_is_not_imported() -> None:
     """In a process of its own: other tests may have imported it here."""
     program = """
 import sys, torch
-from distbelief.strategies.flatmodel.tileoptimizer import eager_step, spare_the_compiler
-spare_the_compiler()
+from distbelief.strategies.flatmodel.tileoptimizer import eager_step, avoid_compiler_import
+avoid_compiler_import()
 weight = torch.nn.Parameter(torch.ones(8))
 weight.grad = torch.ones(8)
 optimizer = torch.optim.AdamW([weight], lr=0.1)

@@ -165,8 +165,8 @@ def plan_takeover(shards: int, occupied: int, held: Sequence[PublishedSum], memb
 
 
 def plan_finish(held: Sequence[PublishedSum]) -> StepWork:
-    """A step of fused batches that is applied in part. It is finished with the latest published sums, which made it
-    certain: later generations computed nothing.
+    """The rest of a step that is applied in part, in inexact mode (fused batches). The plan uses the partial sums of
+    the latest generation that published any; generations after that one computed none.
 
     >>> plan = plan_finish([PublishedSum((0, 3), Source(0, 0, back=2)), PublishedSum((3, 8), Source(1, 0, back=2))])
     >>> plan.sources, plan.order
@@ -269,8 +269,9 @@ def judge_rows(step: int, rows: np.ndarray) -> StepResult:
     return found
 
 
-def judge(step: int, losses: np.ndarray, weights: np.ndarray, samples: np.ndarray, told: bytes) -> StepResult:
-    """One number of each kind per shard. `told`: the bytes of all reports, which the fingerprint covers.
+def judge(step: int, losses: np.ndarray, weights: np.ndarray, samples: np.ndarray, reports: bytes) -> StepResult:
+    """The loss and the fingerprint of a step, or the error NonFiniteLoss. `losses`, `weights` and `samples` have one
+    number per shard; `reports` are the bytes that the fingerprint covers.
 
     >>> judge(3, np.array([1.0, 2.0]), np.array([2.0, 4.0]), np.array([2, 4]), b"").loss
     0.5
@@ -280,4 +281,4 @@ def judge(step: int, losses: np.ndarray, weights: np.ndarray, samples: np.ndarra
         raise NonFiniteLoss(float(losses[bad[0]]), step, int(bad[0]))
     weight = math.fsum(weights)
     loss = math.fsum(losses) / weight if weight else 0.0
-    return StepResult(loss, int(samples.sum()), hashlib.blake2b(told, digest_size=8).hexdigest())
+    return StepResult(loss, int(samples.sum()), hashlib.blake2b(reports, digest_size=8).hexdigest())
