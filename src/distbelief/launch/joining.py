@@ -214,7 +214,7 @@ def join_run(run_dir: Path, workers: int = 1, host: str = "", device: str = "") 
     if workers != 1:
         raise DistBeliefError(
             "on the run's own machine one worker joins at a time",
-            hint=f"have the run start more: distbelief scale {run_dir} --workers N",
+            hint=f"have the run start more: distbelief scale {run_dir} N",
         )
     with _declining(address, authority, here):
         read_launch(run_dir, here)  # raises if this environment lacks the run's strategy

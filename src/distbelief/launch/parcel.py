@@ -51,7 +51,7 @@ def read(content: bytes) -> Parcel:
         return msgspec.msgpack.decode(content, type=Parcel)
     except msgspec.MsgspecError as error:
         raise DistBeliefError(
-            f"what the coordinator sent cannot be read: {error}", hint="is it of another version of DistBelief?"
+            f"the parcel from the coordinator cannot be read: {error}", hint="is it of another version of DistBelief?"
         ) from error
 
 

@@ -332,7 +332,7 @@ class MpiBroadcast:
         except (ImportError, RuntimeError) as error:
             raise DistBeliefError(
                 f"mpi4py cannot find the MPI library: {error}",
-                hint="install it on every host, or uninstall mpi4py: without it the hosts meet in the run directory",
+                hint="install it on every host, or uninstall mpi4py: without it the rendezvous uses the run directory",
             ) from error
         self._mpi: Any = MPI
         MPI.Init()

@@ -1,8 +1,8 @@
 """Trains a job in one plain PyTorch loop: the reference to which `distbelief verify` compares the strategies.
 
-Read it to see what a step is. It uses nothing of the strategies, the workers or their transports. From the system it
-takes only what the job fixes (the samples of a shard, the seeds, and the library for linear layers), and how a batch is
-made and split.
+Read this file to see what a step is. The loop imports no code of workers or transports, and two functions of the
+strategies: `multiply_as_asked` (the library for linear layers) and `settle` (the form of embedding tables). From the
+rest of the system it takes what the job fixes (the samples of a shard, the seeds), and how a batch is made and split.
 
     for each step:
         for each shard that has samples:

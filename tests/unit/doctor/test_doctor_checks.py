@@ -66,7 +66,7 @@ PROBLEMS: list[Case] = [
         "firewall",
     ),
     (lambda: network.judge_ports(replace(GOOD_PORTS, localhost=["10.0.0.1"])), "localhost is 10.0.0.1", "/etc/hosts"),
-    (lambda: network.judge_ports(replace(GOOD_PORTS, free=10)), "10 are handed out", "sysctl"),
+    (lambda: network.judge_ports(replace(GOOD_PORTS, free=10)), "10 ports for automatic use", "sysctl"),
     (lambda: gpu.judge([replace(GOOD_GPU, wrong=7)])[0], "7 numbers", "out of service"),
     (lambda: gpu.judge([replace(GOOD_GPU, error="CUDA error: ECC")])[0], "does not work", "out of service"),
     (lambda: gpu.judge([replace(GOOD_GPU, ecc_errors=2)])[0], "2 memory errors", "reset"),

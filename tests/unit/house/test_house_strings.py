@@ -39,7 +39,7 @@ def test_a_module_named_in_a_string_is_there(where: str, named: str) -> None:
 
 def commands() -> Iterator[tuple[str, str]]:
     """(file, target) of each `-m distbelief...` in sources, tests, benchmarks and the Makefile."""
-    files = [path for room in ("src", "tests", "bench") for path in (ROOT / room).rglob("*.py")]
+    files = [path for folder in ("src", "tests", "bench") for path in (ROOT / folder).rglob("*.py")]
     for path in [*files, ROOT / "Makefile", ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text(errors="ignore")
         for match in re.finditer(r"""-m["']?,?\s+f?["']?((?:distbelief|tests|bench)(?:\.\w+)*)""", text):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[3] / "src" / "distbelief"
-ROOMS = ("worker", "control", "coordinator", "transport")
+FOLDERS = ("worker", "control", "coordinator", "transport")
 FEATURES = ("dataparallel", "localsgd", "mesh", "ps", "sandblaster")
 MODULES = tuple(f"distbelief.strategies.{feature}." for feature in FEATURES)
 
@@ -29,7 +29,7 @@ def names_of_features() -> frozenset[str]:
 
 
 def modules() -> list[Path]:
-    return [path for room in ROOMS for path in (SOURCE / room).rglob("*.py")]
+    return [path for folder in FOLDERS for path in (SOURCE / folder).rglob("*.py")]
 
 
 def faults(content: str, refused: frozenset[str]) -> list[str]:

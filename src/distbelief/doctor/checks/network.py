@@ -26,7 +26,7 @@ def judge_cards(found: Machine, needed: bool) -> Finding:
         if needed:
             return problem(about, "there is no card with an address but loopback", "bring one up: ip link, ip address")
         return skipped(about, "there is no card with an address but loopback: this machine can only train alone")
-    way = f"; the way out is from {' and '.join(found.outward)}" if found.outward else "; there is no default route"
+    way = f"; the default route is from {' and '.join(found.outward)}" if found.outward else "; there is no default route"
     return ok(about, ", ".join(known) + way)
 
 
@@ -87,7 +87,7 @@ def judge_ports(found: Ports) -> Finding:
             f"localhost is {' and '.join(found.localhost) or 'not known'} here",
             "have 127.0.0.1 localhost in /etc/hosts",
         )
-    text = f"can be opened and reached at {', '.join(found.tried)}; {found.free} are handed out"
+    text = f"can be opened and reached at {', '.join(found.tried)}; {found.free} ports for automatic use"
     if found.free < LEAST_PORTS:
         return problem(about, text, "widen net.ipv4.ip_local_port_range (sysctl)")
     return ok(about, text)

@@ -65,7 +65,7 @@ def judge_processor(found: Processor) -> Finding:
     if found.load > BUSY * room:
         return problem(
             about,
-            f"{text}; {found.load:.1f} processes wanted to run over the last minute",
+            f"{text}; {found.load:.1f} runnable processes on average over the last minute",
             "other programs take the cores: end them (see `top`), or start fewer workers here",
         )
     return ok(about, text)

@@ -121,7 +121,7 @@ def _of_clocks(clocks: Mapping[str, int | None], parts: Sequence[WorkerProfile])
         return [f"the clocks of {', '.join(sorted(clocks))} are as these hosts have them: they may be apart"]
     reference = parts[0].host
     told = [f"{host} {one / 1e6:+.3f} ms" for host, one in clocks.items() if one is not None and host != reference]
-    return [f"clocks were set to that of {reference}, by the moments at which all members had met: {', '.join(told)}"]
+    return [f"clocks were set to that of {reference}, by the steps' barriers: {', '.join(told)}"]
 
 
 def _names(number: int, part: WorkerProfile, parts: Sequence[WorkerProfile]) -> list[Event]:
