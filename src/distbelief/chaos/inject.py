@@ -1,9 +1,9 @@
 """Injects the faults of a schedule into a run of this process, from a thread beside the engine's loop.
 
 The thread reads the step and the members from the run directory. It acts with signals, requests for a number of
-workers, and a relay that can be cut. A sentence strikes the named worker; if that worker is gone, the living worker in
-its place; without a name, a random worker. A fault that may end a worker waits until another worker would remain, and a
-fault that ends a parameter server waits until other servers have all of its data.
+workers, and a relay that can be cut. A fault with a number hits that worker, or a living worker if that one is gone. A
+fault without a number hits a random worker. A fault that may end a worker waits until another worker would remain, and
+a fault that ends a parameter server waits until other servers have all of its data.
 """
 
 from __future__ import annotations

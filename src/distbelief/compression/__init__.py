@@ -1,7 +1,7 @@
 """Gradient compression: fewer bytes on the wire, as an option of a strategy.
 
-`option.py` is the grammar of options, without torch; `methods.py` makes what an option names. `codec.py` is the
+`option.py` is the grammar of options, without torch; `methods.py` constructs the codec for an option. `codec.py` is the
 interface of codecs: bf16, int8 and top-k, of flat vectors. PowerSGD sums matrices over a group instead. An encoded
-vector travels as one block of bytes (`block.py`); what encodings lost is kept as residuals (`residuals.py`).
+vector travels as one block of bytes (`block.py`); encoding errors are kept as residuals (`residuals.py`).
 `switch.py` decides from measurements whether compression pays. `exchanges/` are the exchanges that use all this.
 """

@@ -31,7 +31,7 @@ def padded(size: int) -> int:
 
 
 def write(codec: Codec, rest: Tensor, vector: Tensor, block: Tensor) -> None:
-    """Encode rest + vector into the block, and leave in `rest` what that lost."""
+    """Encode rest + vector into the block, and store the encoding error in `rest`."""
     room = _frames(codec, vector.numel(), block)
     sent = codec.encode_keeping(rest, vector, Encoded(Header(str(codec), vector.numel()), room))
     counts = _heads(block, len(room))

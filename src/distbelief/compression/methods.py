@@ -1,4 +1,4 @@
-"""The codecs bf16, int8 and top-k; and what makes them, or PowerSGD, from a compression option (`option.py`)."""
+"""The codecs bf16, int8 and top-k; constructs them, or PowerSGD, from a compression option (`option.py`)."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class HostDeclined(Struct, frozen=True, tag=True):
 
 
 class HostLost(Struct, frozen=True, tag=True):
-    """A host or its agent is gone. Reported by the process that started the agent, before silence would show it."""
+    """A host or its agent is gone. The process that started the agent reports this, earlier than a timeout would."""
 
     host: str
     reason: str

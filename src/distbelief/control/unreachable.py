@@ -152,7 +152,7 @@ def unanswered(endpoint: str, server_key: bytes, who: str = "the coordinator") -
     if found != "ours":
         said = "says nothing" if found == "nothing" else "speaks another protocol"
         return DistBeliefError(
-            f"what listens at {endpoint} is not DistBelief: it {said}", hint="use the port that the coordinator printed"
+            f"the program at {endpoint} is not DistBelief: it {said}", hint="use the port that the coordinator printed"
         )
     return DistBeliefError(
         f"{who} at {endpoint} accepts our key, but does not answer",

@@ -72,8 +72,8 @@ class Entry(Struct, frozen=True):
 
 
 class DeclareKey(Content, frozen=True):
-    """A client asks to give a key its first value. The catalogue decides: the first client may, and later a client that
-    names the attempt for which it has waited too long. If there is no room, the catalogue makes no entry."""
+    """A client asks to give a key its first value. The first client that asks may. Later a client may take over by
+    naming the attempt that timed out (`instead_of`). If there is no room, the catalogue makes no entry."""
 
     client: int
     key: str

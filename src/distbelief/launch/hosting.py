@@ -99,7 +99,7 @@ class Hosting:
         self._poll.watch(self._zygote.socket, self._zygote_event)
         if self._leads and self._launch.needs_store:
             host = host_of(self._address)
-            # If Ray restarts the launching process, members of the first one still look for the store at its old port.
+            # If Ray restarts the launching process, members of the previous one look for the store at its old port.
             before = parcel.store_left_behind(self._launch.run_dir)
             port = before[1] if before and before[0] == host else 0
             credentials = self._authority.server(-1)  # a server without slices

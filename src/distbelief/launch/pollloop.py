@@ -89,7 +89,7 @@ def block_signals() -> set[signal.Signals]:
 
 @contextlib.contextmanager
 def signals_blocked(wanted: bool) -> Iterator[None]:
-    """Block them only for processes that are started inside the `with` block."""
+    """Block Ctrl-C and SIGTERM in processes that the `with` block starts."""
     before = block_signals() if wanted else None
     try:
         yield

@@ -134,7 +134,7 @@ class CoordinatorProcess:
 
     @property
     def was_killed(self) -> bool:
-        """By SIGKILL: a person wanted that, or the machine is out of memory. It is no fault of the coordinator."""
+        """Whether SIGKILL ended the coordinator: a user or the out-of-memory killer sent it."""
         return self._process.poll() == -signal.SIGKILL
 
     def kill(self) -> None:

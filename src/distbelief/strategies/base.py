@@ -53,7 +53,7 @@ class Task:
     seed: int
     fetch: Callable[[], tuple[Any, int]]
     counts: bool = True
-    """False: a filler task of a member with fewer shards than others, because all members must do equally many."""
+    """False: padding, so that all members run the same number of tasks."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def _be_deterministic() -> None:
     # These two implementations of attention refuse deterministic mode, or are not deterministic.
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
-    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads memory that nobody has written
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no code here reads uninitialised memory
 
 
 def identity(device: torch.device) -> str:

@@ -107,8 +107,8 @@ class Feed:
         if self._readers is None:
             return self._source.fetch(self.samples(step, first, end)[1]), high - low
         self._ask(step, first, end)
-        # Prefetch only while computing our own shards: when another member's shard is requested, ours are taken
-        # already.
+        # Prefetch only for the own shards: a request for another member's shard comes after all own shards were
+        # fetched.
         group = next((group for group in self._groups if (first, end) in group), ())
         for later in range(step, min(step + 1 + AHEAD, self._end_of(step))):
             for unit in group:

@@ -337,7 +337,7 @@ def _leave_soon(spec: WorkerSpec, link: ControlLink) -> None:
 
 
 class Beginning:
-    """The state with which the run begins, for the member that writes the first state; reports the checkpoint used."""
+    """Loads the run's first state for the member that writes it, and reports the checkpoint."""
 
     def __init__(self, spec: WorkerSpec, action: TrainGeneration, tell: Callable[[Event], None]) -> None:
         self._spec = spec

@@ -35,7 +35,7 @@ PROBLEMS: list[Case] = [
     (lambda: software.judge_software(replace(GOOD_SOFTWARE, python="3.9.2")), "Python 3.9.2", "3.11 or newer"),
     (lambda: software.judge_software(replace(GOOD_SOFTWARE, driver="550.1")), "without CUDA", "with CUDA"),
     (lambda: processor.judge_processor(replace(GOOD_CPU, quota=0.5)), "0.5 cores", "cpu limit"),
-    (lambda: processor.judge_processor(replace(GOOD_CPU, load=40.0)), "40.0 processes", "fewer workers"),
+    (lambda: processor.judge_processor(replace(GOOD_CPU, load=40.0)), "40.0 runnable processes", "fewer workers"),
     (lambda: limits.judge_memory(limits.Memory(8 * GIB, GIB // 2)), "537 MB of 8.59 GB", "fewer workers"),
     (
         lambda: limits.judge_memory(limits.Memory(8 * GIB, 8 * GIB, GIB, 1 << 28)),

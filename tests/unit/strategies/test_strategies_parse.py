@@ -140,7 +140,7 @@ def test_string_forms(text: str, value: Strategy, wish: Wish) -> None:
         ("ps:sync:servers=0", "must be at least 1, not 0", "ps:sync:servers=2"),
         ("ps:sync:servers=", "unknown option 'servers='", "ps:sync:servers=2"),
         ("ps:sync:servers=-1", "unknown option 'servers=-1'", "ps:sync:servers=2"),
-        ("pipeline:2:int8", "nothing to compress in pipeline:2:int8: gradients travel", "dp2.pp2:int8"),
+        ("pipeline:2:int8", "nothing to compress in pipeline:2:int8: only gradients between", "dp2.pp2:int8"),
         ("tensor:2:bf16", "nothing to compress in tensor:2:bf16", "activations"),
         ("sharded:int8:always", "nothing to compress in sharded:int8:always", "pieces of a sharded model"),
         ("dp1.pp2:int8", "nothing to compress in dp1.pp2:int8", "dp2 or more"),

@@ -199,8 +199,7 @@ class CompressedExchange(TorchExchange, ABC):
     # --- what each compression method implements ---------------------------------------------------------------------
 
     _whole_when_shared = True
-    """Whether the residual after the step is complete when all tiles are published, except for the sums of this
-    member."""
+    """Whether publishing all tiles completes the residual, apart from the sums that this member owns."""
 
     def _meet(self, found: bool) -> None:
         """Called before a generation's first step. `found`: whether this member has the residual of the state before

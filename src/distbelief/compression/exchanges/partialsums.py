@@ -1,4 +1,4 @@
-"""Encoded partial sums, for exact strategies: each unit of work loses the same to compression on any member.
+"""Encoded partial sums, for exact strategies: a unit of work has the same encoding error on every member.
 
 Partial sums are decoded and added in the tree's order, and sums are not encoded, so no sum depends on the members that
 take part. Either all members receive all partial sums and add them, or one member per parameter receives the partial

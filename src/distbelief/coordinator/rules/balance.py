@@ -30,7 +30,7 @@ MIN_SHARDS = 4
 _PAGE = 64
 _LEAST_SHARD_S = 1e-9  # below the resolution of clocks; its inverse is finite
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
-_DOUBT = 3.0  # standard errors; in 24,000 looks at ±30 % of noise, 2 of them moved shards 6 times and 3 never
+_DOUBT = 3.0  # standard errors; in 24,000 simulated looks with ±30 % noise, 2 of them moved shards 6 times, 3 never
 _MEDIAN_ERROR = 1.2533  # sqrt(pi / 2): the standard error of a median, in sigma / sqrt(n)
 
 
@@ -181,7 +181,7 @@ def fastest(ranges: Sequence[Range], shard_s: Sequence[float]) -> list[Range]:
     [(0, 5), (5, 6), (6, 11), (11, 16)]
     """
     shards = ranges[-1][1]
-    # No assignment beats dividing the work in any proportion, nor one shard on the slowest member.
+    # Lower bounds: the work divided without rounding, and one shard on the slowest member.
     limit_s = max(max(shard_s), shards / math.fsum(1 / each for each in shard_s) * (1 - 1e-9))
     most = [_fit(limit_s, each) for each in shard_s]
     missing = shards - sum(most)
@@ -215,7 +215,7 @@ def _nearest(ranges: Sequence[Range], most: Sequence[int]) -> list[Range]:
     window moves all left points by 1 and all right ones by most_k; the distance to the old cut adds a point to each.
     """
     count = len(ranges)
-    left, right = [0] * count, [0] * count  # f_0 is 0 at 0 and steeper elsewhere than what all cuts can cost
+    left, right = [0] * count, [0] * count  # f_0(0) = 0; elsewhere its slope exceeds the cost of all cuts
     moved_right = 0
     lowest: list[Range] = []
     for moved_left, ((_, old), size) in enumerate(zip(ranges[:-1], most[:-1], strict=True), start=1):

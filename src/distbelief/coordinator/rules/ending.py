@@ -1,4 +1,4 @@
-"""How a run ends (completed, failed, stopped), and the helpers with which all rules write records and lines."""
+"""How a run ends (completed, failed, stopped), and the functions that make journal records and notices."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _canary_refusal(worker: int, canary: Canary, run: Canary) -> str:
             f"worker {worker} computed other bits for the same shard (fingerprint {_short(canary.fingerprint)}, "
             f"the run's is {_short(run.fingerprint)}): either the job's data or model is not the same each time it is "
             "made (random numbers without a seed, the clock, files that differ), or its machine computes otherwise; "
-            "mend the job, use machines of one kind, or exact=False"
+            "make the job deterministic, use machines of one kind, or set exact=False"
         )
     return ""
 

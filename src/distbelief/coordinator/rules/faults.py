@@ -5,10 +5,10 @@ How it works:
   waits briefly for the WorkerFailed that names the cause (REPORTED_GRACE_S, EXIT_GRACE_S): user errors end the run, all
   else is a death. The others regroup without the dead worker, and a new worker is started (`_lost`). Too many deaths
   without a committed step in between end the run.
-- *A worker is frozen.* detector.py says who, and how long it is waited for. A frozen worker is not dead: it may wake in
-  the middle of a write. So it is killed first (`_fence`), and only its exit brings the next generation.
+- *A worker is frozen.* detector.py decides which worker is frozen, and after how long. A frozen worker is not dead: it
+  may wake in the middle of a write. So it is killed first (`_fence`), and only its exit brings the next generation.
 - *A worker cannot be killed*, because its host's agent is silent too. Where members share no memory a cut-off member
-  can do no harm: it is left out (estranged). If it is heard of again, it finds that its generation is over and joins
+  can do no harm: it is left out (estranged). If it reports again, it finds that its generation is over and joins
   anew. In shared memory it must be killed, so the run waits.
 - *A host is silent* for hosts.LOST_S, or is reported lost: all its workers and servers are given up.
 - *A connection broke* and no death is reported within EXPLAINED_S: the same members start a new generation.
@@ -341,7 +341,7 @@ def _give_up_silent(state: State, now: float) -> Result:
         reason = f"the host {name} has not been heard of for {hosts.LOST_S:.0f} s"
         state, more, there = _without_host(state, name, reason, now)
         outputs += more
-        # Members are judged by their own heartbeats, below. Other workers come back with their next heartbeat.
+        # Members of this host are handled below, by their heartbeats. Other workers come back with the next heartbeat.
         cut |= {worker: reason for worker in there if not state.is_member(worker)}
     for one in list(state.fleet.there.values()) if state.hosts else ():  # servers, too, by their own heartbeats
         if one.host not in state.hosts and min(now - one.heard_at, awake_s) > hosts.LOST_S:
@@ -420,7 +420,7 @@ def rolled_back(state: State, event: m.RolledBack, now: float) -> Result:
     """
     if event.generation <= state.rolled_back:
         return state, []  # repeated to a coordinator that has taken over
-    # It counts even if its generation is over by now: the next generation went on from the state that it went back to.
+    # A rollback counts even if its generation has ended: the next generation continued from that state.
     again = max(event.reached - event.step, 0)
     saves = replace(state.saves, open={})
     if event.source == "checkpoint":  # if it is not the newest, the newer ones were found damaged

@@ -2,7 +2,7 @@
 
 How it works:
 - Each host has an agent that starts and kills processes there. An agent reports once a second all that runs on its host
-  (EngineAttached). Those reports are not on record; decisions that follow from them are.
+  (EngineAttached). The journal has the decisions that follow from these reports, not the reports.
 - Which processes are wanted, and on which host, is recorded before the host's agent is asked. So after a restart the
   next coordinator does not ask a second host for a worker that the first host is still starting.
 - An agent that has not started a process after ASK_AGAIN_S is asked again: the command may have been lost.
@@ -108,8 +108,8 @@ def grown(state: State, host: str, now: float) -> Result:
 def forgotten(state: State, name: str, reason: str, now: float) -> Result:
     """A host is lost: no worker or server is expected from it any more.
 
-    Processes that were starting there may be alive. Others with new numbers take their places, and a process of the
-    lost host that is heard of later is sent away, so no two processes ever have the same number.
+    Processes that were starting there may be alive. Others with new numbers take their places, and the coordinator ends
+    a process of the lost host that reports later, so no two processes ever have the same number.
     """
     state = replace(state, hosts={known: host for known, host in state.hosts.items() if known != name})
     outputs: list[Output] = []

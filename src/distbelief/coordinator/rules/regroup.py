@@ -35,7 +35,7 @@ def regroup(state: State, cause: str, reason: str, now: float, ranges: Sequence[
         return state, []
     members = [state.workers[member.worker] for member in state.members]
     if any(worker.leaving and not worker.gone for worker in members):
-        return state, []  # it was told to leave; the change follows when it has
+        return state, []  # the worker was told to leave; its WorkerLeft starts the next generation
     staying = [worker for worker in members if worker.counts]
     waiting = [worker for worker in state.workers.values() if worker.ready and worker.counts]
     candidates = staying + [worker for worker in waiting if not state.is_member(worker.number)]

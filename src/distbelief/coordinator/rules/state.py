@@ -7,8 +7,8 @@ The rules of all files in this folder:
 - The table `TRANSITIONS` at the end says which function handles which event in which phase. An event that is not in the
   table raises ProtocolError and changes nothing; late and repeated messages are expected and ignored on purpose.
 - Outputs are performed in order. A decision is a Record with a reason, and comes before the Sends that carry it out.
-- A message may be lost. A worker whose heartbeat names an old generation, or an earlier coordinator, is told again; and
-  agents repeat once a second which processes run.
+- A message may be lost. A worker whose heartbeat names an old generation gets the last command again; a worker whose
+  heartbeat names an earlier coordinator gets Introduce. Agents repeat once a second which processes run.
 
 Where to find what:
 - members.py: workers join, are refused, become spares, are scaled, leave. hosts.py: on which host they are started.

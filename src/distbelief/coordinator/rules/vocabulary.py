@@ -55,7 +55,7 @@ class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
     takes_hosts: bool = False
     """Whether agents of other hosts may join."""
     on_accelerators: bool = False
-    """If so, every worker has its own state, even a worker that computes on a processor."""
+    """Whether the run's state is on accelerators. Then every worker has its own state, even a worker on a processor."""
     transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     exact: bool = True
     gather_timeout_s: float = 300.0
@@ -182,19 +182,19 @@ class Worker:
     number: int
     host: str = ""
     pid: int = 0
-    """0: its exit was reported before it joined."""
+    """0: the worker's exit was reported before it joined."""
     gpu: str = ""
-    """The accelerator that holds its state."""
+    """The accelerator that holds the worker's state."""
     ready: bool = False
     refused: bool = False
     leaving: bool = False
-    """It is to leave, because it received SIGTERM or the run was scaled."""
+    """The worker is to leave, because it received SIGTERM or the run was scaled."""
     left: bool = False
-    """It has left the generation: it computes and writes nothing in it any more."""
+    """The worker has left the generation, and computes and writes nothing more there."""
     fenced: bool = False
-    """It was frozen and is being killed."""
+    """The worker was frozen and is being killed."""
     estranged: bool = False
-    """It does not answer and cannot be killed: the others go on without it, and it may come back."""
+    """The worker does not answer and cannot be killed: the others go on without the worker, which may come back."""
     finished: m.WorkerFinished | None = None
     exited: int | None = None
 
@@ -204,12 +204,12 @@ class Worker:
 
     @property
     def gone(self) -> bool:
-        """Whether it certainly does nothing in the present generation any more."""
+        """Whether the worker certainly does nothing in the present generation any more."""
         return self.exited is not None or self.left or self.estranged
 
     @property
     def counts(self) -> bool:
-        """Whether it is alive and meant to stay."""
+        """Whether the worker is alive and meant to stay."""
         return not (self.gone or self.refused or self.leaving)
 
 

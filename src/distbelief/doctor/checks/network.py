@@ -26,8 +26,8 @@ def judge_cards(found: Machine, needed: bool) -> Finding:
         if needed:
             return problem(about, "there is no card with an address but loopback", "bring one up: ip link, ip address")
         return skipped(about, "there is no card with an address but loopback: this machine can only train alone")
-    way = f"; the default route is from {' and '.join(found.outward)}" if found.outward else "; there is no default route"
-    return ok(about, ", ".join(known) + way)
+    way = f"the default route is from {' and '.join(found.outward)}" if found.outward else "there is no default route"
+    return ok(about, f"{', '.join(known)}; {way}")
 
 
 # --- ports ------------------------------------------------------------------------------------------------------------

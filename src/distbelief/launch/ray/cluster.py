@@ -190,8 +190,8 @@ def grows() -> bool:
 
 
 def _asked_of_head(question: Callable[[], Any]) -> Any:
-    """Runs the question in the cluster, because a driver that came through the Ray client cannot ask. It runs on the
-    head node: Ray takes a node that has just died for alive for some seconds, and it would not answer."""
+    """Runs the question in the cluster, because a driver that came through the Ray client cannot ask. The question runs
+    on the head node: for some seconds Ray still treats a dead node as alive, and a task sent there gets no answer."""
     import ray
 
     return ray.get(ray.remote(num_cpus=0)(question).options(**on_head()).remote())

@@ -58,8 +58,8 @@ def _agree_on_many(
             _write_initial(state, computer)
             return
         positions = _positions(state, exchange)
-    # Of equally far members the first one is copied: where bits may differ (exact=False), a member that comes back may
-    # have applied the last step with other bits than the members that went on without it.
+    # If several members have the same number of steps, the lowest rank's state is copied: where bits may differ
+    # (exact=False), a member that comes back may have applied the last step with other bits than the other members.
     source = max((rank for rank, there in enumerate(positions) if there[0]), key=lambda r: (positions[r][1], -r))
     behind = [rank for rank, position in enumerate(positions) if position != positions[source]]
     if not behind:
@@ -103,7 +103,7 @@ def _write_initial(state: ReplicaState, computer: ShardComputer) -> None:
 
 
 _BEFORE = b" before"
-"""Sent by a member whose last generation was mixed: a member may have died there before all had taken one state."""
+"""Sent by a member whose last generation had mixed devices: a death there may have left different states."""
 
 
 class MixedDevices:

@@ -1,7 +1,6 @@
 """The all-reduce replica on an accelerator: every member has its own state, and the host runs ahead of the device.
 
-Many small operations that are cheap on a CPU are batched here: a launch per tile, a transfer of one number per
-shard.
+Launches per tile and transfers per shard, which are cheap on a CPU, are combined here.
 """
 
 from __future__ import annotations

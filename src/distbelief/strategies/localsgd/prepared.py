@@ -40,8 +40,14 @@ class PreparedLocalSGD(PreparedModel):
         self._outer = Recipe(partial(torch.optim.SGD, **settings.outer), self._trainer.parameters)
 
     def least_bytes(self) -> int:
-        """A slot for differences; two copies of the values and of the outer optimizer's state; the values, a gradient
-        and the inner state of the replica in training; and all inner states, before and after a round."""
+        """The sum of:
+
+        - a slot for differences;
+        - the values and a gradient of the replica in training;
+        - two copies of the values and of the outer optimizer's state;
+        - the inner state of the replica in training;
+        - all inner states, before and after a round.
+        """
         layout = self._layout
         if self._device.type != "cpu":
             return self._device_bytes()

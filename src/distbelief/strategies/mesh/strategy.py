@@ -198,9 +198,9 @@ class Hybrid(Meshed):
 
 def no_gradients_travel(strategy: str) -> JobError:
     return JobError(
-        f"there is nothing to compress in {strategy}: gradients travel, and are compressed, between members that hold "
-        "the same part of the model, and it does not say that there are any",
-        hint="say so with dp2 or more, as in dp2.pp2:int8; activations and pieces of a sharded model go as they are",
+        f"there is nothing to compress in {strategy}: only gradients between members with the same part of the model "
+        f"are compressed, and {strategy} asks for no such members",
+        hint="ask with dp2 or more, as in dp2.pp2:int8; activations and pieces of a sharded model go uncompressed",
     )
 
 

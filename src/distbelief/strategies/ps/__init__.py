@@ -8,7 +8,7 @@ parts (tables/), and a part is a slice like any other. In the asynchronous modes
 Primary and backup. A map, made by the coordinator, names two servers for each slice. The primary applies a change, and
 forwards it to the backup as it came. Both apply the same changes in the same order, so both have the same bits, and no
 state travels (rules/replication.py). Every change has a name, (client, sequence) or the number of an update, and a
-slice applies a name once, however often it is sent (rules/applied.py).
+slice applies each named change once, however often the change is sent (rules/applied.py).
 
 The way of a push. worker/synchronous.py or worker/asynchronous.py makes a message (protocol/messages.py). The client
 (protocol/client.py) sends it as frames (protocol/frames.py) to the primary, and repeats it until it is acknowledged.

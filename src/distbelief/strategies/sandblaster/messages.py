@@ -138,7 +138,7 @@ class Keep(Content, frozen=True):
     """The number of this message, and of the command that shows the point."""
     steps: int
     state: bytes
-    """As the driver understands it."""
+    """The encoded `State`; servers do not decode it."""
     loss: float
     samples: int
     at: float

@@ -10,8 +10,8 @@ reader compares them to know whether its copy is whole.
 
 The `SearchSlice` holds the state of the search and the portions of the evaluation (rules/portions.py). A step is done
 when this slice has applied `Keep`: one change of one slice, after all vectors that the state names are on the servers.
-A portion that it calls computed is on every slice, for two reasons. A driver tells this slice of an evaluation before
-it tells the others, and a member reports a sum after all slices have it, in the same generation.
+If the search slice lists a portion as computed, every slice has its sum: a driver announces an evaluation here first,
+and a member reports a sum only after all slices acknowledged it, in the same generation.
 """
 
 from __future__ import annotations
@@ -224,8 +224,9 @@ class VectorSlice:
     def reply(self, question: Question, segment: str, everywhere: bool, caught_up: bool) -> Framed | None:
         match question:
             case PullValues():
+                # Answer only when the backup has the point too: otherwise it would refuse sums after a promotion.
                 if self.version < question.version or not everywhere:
-                    return None  # sums for a point that only a dead server has shown would not be taken
+                    return None
                 segment = "" if question.inline else segment
                 integers = self._integers if question.slice == 0 else b""
                 header = PulledValues(question.ticket, question.slice, self.version, b"", integers, segment)

@@ -74,8 +74,8 @@ class TorchGroup:
         abort.wake = self._hang_up
         with self.network():
             self._store = meeting.store(abort)  # keep a reference: torch's own does not suffice
-            # torch numbers groups with this counter, and also counts groups that were aborted before the members had
-            # met: without a reset, members would wait under different names.
+            # torch derives a group's name from this counter, which also counts aborted groups. Without a reset, members
+            # would wait under different names.
             dist.distributed_c10d._world.group_count = 0
             try:
                 dist.init_process_group(
@@ -94,7 +94,7 @@ class TorchGroup:
 
     @contextmanager
     def more_groups(self) -> Iterator[None]:
-        """Use it around the creation of subgroups, whose members meet again: an abort ends this too."""
+        """Context for creating subgroups: members connect again, and an abort ends that wait too."""
         with self.network():
             assert self._sockets is not None
             self._before = _open_sockets() - self._sockets
@@ -142,7 +142,7 @@ class TorchGroup:
             self._shut_down()
 
     def _leave_behind(self) -> None:
-        # In a guard the sleeping code may be the user's, which would run beside the successor thread when it wakes.
+        # Inside `guard` the blocked code may be the user's; on waking it would run beside the successor thread.
         if self._abort.leave is None or not self.waiting:  # ends like a death; other members have the state
             print("gloo has missed the end of the group: this worker ends and is replaced", flush=True)
             os._exit(1)

@@ -130,7 +130,8 @@ def step(state: WorkerState, event: Command | GenerationFinished) -> tuple[Worke
     if event.epoch < state.epoch:
         return state, []  # from an older coordinator that was replaced
     match event:
-        # These do not introduce a new coordinator: it learns from our heartbeat that we do not know it, and asks us.
+        # These commands do not announce a new coordinator: `state.epoch` stays. The new coordinator sees the old epoch
+        # in the next heartbeat and sends Introduce.
         case SaveAt():
             return state, [Save(event.step)]
         case SealCheckpoint():
@@ -156,7 +157,7 @@ def step(state: WorkerState, event: Command | GenerationFinished) -> tuple[Worke
 def _retire(state: WorkerState, event: Retire) -> tuple[WorkerState, list[Action]]:
     if event.generation < state.generation:
         return state, []
-    # Also when it has let go before: that it did so may not have been heard.
+    # A worker that has left already reports it again: its WorkerLeft may be lost.
     stop: list[Action] = [AbortStep("this worker leaves")] if state.phase == "training" else []
     return replace(state, phase="waiting", generation=event.generation), [*stop, StandDown(event.generation)]
 

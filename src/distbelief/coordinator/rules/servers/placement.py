@@ -277,7 +277,7 @@ def _balance_primaries(draft: Draft, loads: Loads) -> None:
         primary, backup = draft.primaries[number], draft.backups[number]
         if primary != source or backup == target:
             return None
-        return -loads.held[backup]  # the backup is relieved of the slice, so prefer a backup that holds much
+        return -loads.held[backup]  # the backup drops the slice, so prefer the backup with the most bytes
 
     for number, _ in _moves(draft, loads.primary, exchange):
         loads.swap(number)

@@ -3,9 +3,9 @@
 The forward pass is recorded in the first of three ways that gives enough units: torch.fx with whole blocks; torch.fx
 with blocks opened; torch.export. If the job names modules in `split`, stages begin at those modules instead.
 
-A unit begins at a call of a module that training and evaluation have in common. Between that call and the call before
-it there is often some code of no cost; the cut goes where the fewest values cross. No cut is made where a value would
-cross that cannot be sent, nor between a value and a later change of it in place.
+A unit begins at a call of a module that training and evaluation have in common. The cut may lie anywhere between that
+call and the previous one; the place that the fewest values cross is chosen. No cut is made where a value would cross
+that cannot be sent, nor between a value and a later change of it in place.
 """
 
 from __future__ import annotations

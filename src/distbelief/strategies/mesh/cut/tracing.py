@@ -459,8 +459,8 @@ def _simplify(graph: fx.Graph) -> None:
 
 
 def _changes_nothing(node: fx.Node) -> bool:
-    """Whether a move of a tensor changes nothing. Under autocast the input may have another type than in the trace; a
-    move that kept the type must then keep it too."""
+    """Whether a recorded `.to()` is redundant: same type in the trace, no copy requested. Removing it is right under
+    autocast too, where the input may have another type."""
     source, result = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
     copies = bool(node.kwargs.get("copy", False)) or True in node.args
     return source is not None and result is not None and source.dtype == result.dtype and not copies

@@ -2,10 +2,10 @@
 
 A layer divided by columns gives each member some of its columns: a value divided along one dimension into equal parts.
 Each rule tells, for one kind of operation, along which dimension the result is divided if every member applies the
-operation to its own part. It raises `Stop` if the members' results would not be parts of the result in one process, or
-if the gradients of a whole value beside them would be incomplete. An operation without a rule stops the division: only
-divisions known to be right are made. `follow_division` applies the rules from layers divided by columns to the layers
-that add everything up again.
+operation to its own part. A rule raises `Stop` if the members' results would not be parts of the result in one process.
+A rule also raises `Stop` if an undivided operand would get an incomplete gradient. An operation without a rule stops
+the division: only divisions known to be right are made. `follow_division` applies the rules from layers divided by
+columns to the layers that add everything up again.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ schedule.
 The random numbers of a shard are the ones that a single process draws: the state of the generator travels with the
 shard from stage to stage, as long as any stage draws random numbers.
 
-Each shard has its own copy of a stage's buffers, and the average over the shards is committed (`ShardBuffers`). The
-next shard must not see what a shard leaves in the buffers (running statistics). But the shard's own backward pass,
-which may come much later, must see it. So modules never get the committed tensors themselves while they train.
+Each shard has its own copy of a stage's buffers, and the average over the shards is committed (`ShardBuffers`). A
+shard's buffer updates (running statistics) must be visible to its own, possibly much later, backward pass and to no
+other shard. So modules never get the committed tensors themselves while they train.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ model's own code runs unchanged. Dividing communicates nothing: there are no val
 Dropout uses the random numbers of one process. A member with some of the heads or columns would draw a smaller mask
 than one process does, so it would drop other values and leave the generator in another state. So where a plan says that
 dropout meets a divided value, the member draws the mask of the whole value, as torch's CPU code does, and uses its part
-of the mask. The members of a group seed their generators alike. A plan names such a place by the layer of a group that
-was called last and the number of dropouts or attentions since. So every call of a forward pass must run inside
-`whole_masks`; a place that was missed is an error.
+of the mask. The members of a group seed their generators alike. The key of such a place is (last called layer of the
+group, number of dropouts and attentions since then). So every call of a forward pass must run inside `whole_masks`; a
+place that was missed is an error.
 """
 
 from __future__ import annotations

@@ -41,8 +41,7 @@ LOOK_S = 0.05
 
 
 Idle = Callable[[], float]
-"""Called while the client waits: it does something useful, and returns after how many seconds to call it again. It may
-push and ask."""
+"""A callback that runs during waits. It returns the seconds until its next call, and may push and ask."""
 
 
 class Stop(Protocol):

@@ -270,7 +270,7 @@ class LeasedUpdate(Struct, frozen=True, tag=True):
 class NoLease(Struct, frozen=True, tag=True):
     reason: str
     fetch: bool
-    """Pulling newer parameters would help; otherwise only waiting does."""
+    """True: pull newer parameters and ask again. False: wait."""
     completed: int
 
 

@@ -14,13 +14,19 @@ to be leased again, and v the oldest version of a valid lease. The ledger keeps
 
 by not leasing what would break it. If all the others complete before the oldest one, its staleness is the left side,
 so it is at most s in any order. A completion adds 1 to C and takes 1 from n: a leased update is never held back or
-thrown away. A smaller count would not do: any of the n may complete at any time, and none can be refused without losing
-its work. An update of a dead worker keeps its place in n (some slices may already have its gradients), so leasing it
-again is always allowed, and no death stops the others. For the same reason the bound holds on every slice, whose
-changes come before their completion.
+thrown away. n cannot be smaller: each of the n updates may still complete, and refusing one would lose its work. An
+update of a dead worker keeps its place in n (some slices may already have its gradients), so leasing it again is always
+allowed, and no death stops the others. For the same reason the bound holds on every slice, whose changes come before
+their completion.
 
-What s means for N workers: 0 is one lease at a time; N - 1 lets all compute at once, in rounds that wait for the
-slowest; with 2 (N - 1) equal workers never wait, with (f + 1) (N - 1) not even for one that is f times slower.
+What s means for N workers:
+
+    | s               | effect                                                                     |
+    |-----------------|----------------------------------------------------------------------------|
+    | 0               | one lease at a time                                                        |
+    | N - 1           | all workers compute at once, in rounds that wait for the slowest worker    |
+    | 2 (N - 1)       | equal workers never wait                                                   |
+    | (f + 1) (N - 1) | workers never wait, even if one worker is f times slower                   |
 
 The book
 --------

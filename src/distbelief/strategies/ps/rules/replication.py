@@ -52,7 +52,8 @@ class Roles:
 
 @dataclass(frozen=True)
 class Forward:
-    """To a follower: apply this change if your last one is `before`. Without a name: only say whether it is."""
+    """Asks the follower to apply the change if its last change is `before`. With `name` None it applies nothing and
+    reports its last change."""
 
     to: int
     term: int

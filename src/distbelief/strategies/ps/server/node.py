@@ -265,7 +265,8 @@ class ServerNode:
 
 
 def _has_own(applied: AppliedChanges, question: Question) -> bool:
-    """Whether the slice has the changes that the asker wants to see: one of them may be lost, and come again."""
+    """Whether the slice has the changes that the client asks for. A lost change is sent again, and the question waits
+    for it."""
     if isinstance(question, OrderedQuestion):
         return applied.all_below(question.client) >= question.after
     return True

@@ -360,6 +360,6 @@ class SynchronousSlice:
         header = PulledValues(
             question.ticket, question.slice, self.version, rows, self.integers if first else b"", segment
         )
-        # Not a copy. If the next step is applied before the values have left, other members have computed all of that
-        # step, and what this worker computes from a mixture of both counts for nothing.
+        # Not a copy. If the next step is applied while the values are being sent, the worker gets a mixture. Its
+        # results are then not used: other members have computed the step.
         return Framed(header, None if segment else self.memory.value_view())

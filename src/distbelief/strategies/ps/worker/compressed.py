@@ -71,8 +71,8 @@ class OwedResiduals:
     def add_once(
         self, begin_from: BeginFrom, applied: int, began: int, seat: tuple[int, int], into: torch.Tensor
     ) -> None:
-        """`add` for a member without a residual, if no step was applied since this life began (`began`); later the
-        members that had the residuals have pushed them. `seat`: (rank, number of members)."""
+        """For a member without a residual: `add`, only if no step was applied since step `began`; after that the saved
+        residuals have been pushed already. `seat`: (rank, number of members)."""
         if applied == began:
             self.add(saved_tensors(begin_from, applied), *seat, into)
 

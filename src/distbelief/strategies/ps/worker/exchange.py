@@ -1,4 +1,4 @@
-"""The exchange under parameter servers: members send bytes rarely to each other, mostly to the servers.
+"""The exchange under parameter servers: members send data to the servers, and rarely to each other.
 
 On an accelerator (`DeviceServerExchange`) shards are computed and summed on the device, which has a copy of the
 parameters. A partial sum is copied to the host's memory once, when all its shards are in it, and pushed from there.

@@ -247,9 +247,8 @@ class SynchronousReplica(ParameterServerMember):
 
     def commit(self, step: int) -> StepResult:
         started = time.perf_counter()
-        if self._leaves_out_somebody(
-            step
-        ):  # it does not hold the others back by itself, and may lack values of this step
+        if self._leaves_out_somebody(step):
+            # A member without a shard is not waited for, so it may lack this step's values.
             self.exchange.gather(b"")
         for node, slot in self._sums(step).items():
             self._push(step, node, slot)

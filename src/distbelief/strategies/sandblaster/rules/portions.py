@@ -73,7 +73,7 @@ def levels(portions: int) -> int:
 
 
 SHARE = 4
-"""With n members, a worker is given at most one part in `SHARE` · n of the portions that are left."""
+"""A node has at most (remaining portions) / (`SHARE` · n) portions, for n members."""
 LATE = 2.0
 """Portions that take `LATE` times as long as usual, and `LATE_S` more, get a backup copy."""
 LATE_S = 0.02
