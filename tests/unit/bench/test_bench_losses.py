@@ -1,4 +1,4 @@
-"""Who did not do the work is not compared."""
+"""A system with other losses is left out of the comparison."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class ServerProcess:
     longest_gap_s: float = 0.0
     """Between two heartbeats: a server that computes a large update is silent for a while."""
     fenced: bool = False
-    """It was frozen and is being killed."""
+    """The server was frozen and is being killed."""
     leaving: bool = False
 
     @property
