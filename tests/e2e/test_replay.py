@@ -36,6 +36,10 @@ def kill_a_worker(run_dir: Path) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def checkpoints(run_dir: Path) -> list[int]:
+    return [int(file.parent.name[5:]) for file in run_dir.glob("checkpoints/*/manifest.json")]
+
+
 def marked_sample() -> int:
     return int(runpy.run_path(str(JOBS / "planted.py"))["marked_sample"](STEP))
 
@@ -55,13 +59,13 @@ def test_any_step_of_a_run_with_kills(
     (tmp_path / "brake").unlink()
     result = run.wait().json
     assert result["recoveries"] >= 2
-    checkpoints = [int(file.parent.name[5:]) for file in run_dir.glob("checkpoints/*/manifest.json")]
-    assert len(checkpoints) > 1, "a kill may have prevented some"
+    saved = checkpoints(run_dir)
+    assert len(saved) > 1, "a kill may have prevented some"
     for step in (random.randrange(result["steps"]), result["steps"] - 1):
         found = distbelief("replay", run_dir, "--step", step, "--json").json
         assert (found["step"], found["verdict"], found["update"]) == (step, "matched", "matched"), found
         assert found["fingerprint"] == found["recorded"]
-        assert (found["from_checkpoint"] or 0) == max(saved for saved in (0, *checkpoints) if saved <= step)
+        assert (found["from_checkpoint"] or 0) == max(one for one in (0, *saved) if one <= step)
         assert (found["differs_from"], found["other_bits"], found["non_finite"]) == (None, None, [])
         assert len({index for shard in found["shards"] for index in shard["indices"]}) in (25, 7)
 
@@ -74,7 +78,9 @@ def test_a_planted_nan_is_found(distbelief: Cli, tmp_path: Path, where: str, fai
     assert outcome.status == 1
     assert f"the loss is nan at step {failed_at}" in outcome.stderr
     found = distbelief("replay", "run", "--json").json
-    assert (found["step"], found["failed_at"], found["from_checkpoint"]) == (STEP, failed_at, 30)
+    assert (found["step"], found["failed_at"]) == (STEP, failed_at)
+    # A checkpoint is written while training goes on: the last one may not have been sealed when the run failed.
+    assert found["from_checkpoint"] == max(checkpoints(tmp_path / "run"), default=None)
     (origin,) = [one for one in found["non_finite"] if one["origin"]]
     assert (origin["shard"], origin["layer"]) == (SHARD, "fragile")
     assert [one["shard"] for one in found["shards"] if not one["finite"]] == [SHARD]
