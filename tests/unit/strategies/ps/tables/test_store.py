@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from distbelief.errors import DistBeliefError, JobError, NotEnoughMemory
 from distbelief.strategies.ps.tables.rowbuckets import BUCKETS, bucket_of, part_of
-from distbelief.strategies.ps.tables.rowgradients import added_up
-from distbelief.strategies.ps.tables.rowinit import RowInit, TableForm, _normal, _signed
 from distbelief.strategies.ps.tables.rowoptimizers import RowOptimizer
 from distbelief.strategies.ps.tables.store import RowArray, RowSlots, Table
+from distbelief.strategies.tables.rowgradients import added_up
+from distbelief.strategies.tables.rowinit import RowInit, TableForm, _normal, _signed
 
 FORM = TableForm("words", rows=500, width=6, seed=3)
 OPTIMIZERS = {name: RowOptimizer(name, lr=0.1) for name in ("sgd", "adagrad", "adam")}

@@ -13,8 +13,8 @@ from torch import nn
 
 from distbelief import EmbeddingTable
 from distbelief.errors import JobError
-from distbelief.strategies.ps.tables.embedding import densified, on_servers, settle, tables_of
 from distbelief.strategies.ps.tables.rowoptimizers import row_optimizer
+from distbelief.strategies.tables.embedding import densified, on_servers, settle, tables_of
 
 
 def made(served: bool, **options: object) -> EmbeddingTable:
