@@ -28,10 +28,11 @@ from distbelief.strategies.ps.tables.messages import (
     ShardRowGradients,
     UpdateRowGradients,
 )
+from distbelief.strategies.ps.tables.payloads import payloads_by_part
 from distbelief.strategies.ps.tables.rowbuckets import part_of
 from distbelief.strategies.ps.tables.specs import TableSpec
 from distbelief.strategies.tables.embedding import BLOCK_ROWS, EmbeddingTable
-from distbelief.strategies.tables.rowgradients import RowGradients, payloads_by_part
+from distbelief.strategies.tables.rowgradients import RowGradients
 
 ANY = -1
 """In place of a version: the present one."""

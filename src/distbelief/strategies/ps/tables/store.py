@@ -28,10 +28,9 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from distbelief.errors import DistBeliefError, NotEnoughMemory
-from distbelief.strategies.ps.tables.rowbuckets import mixed
 from distbelief.strategies.ps.tables.rowoptimizers import RowOptimizer
 from distbelief.strategies.tables.rowgradients import added_up
-from distbelief.strategies.tables.rowinit import TableForm
+from distbelief.strategies.tables.rowinit import TableForm, mixed
 
 _FIRST_ROWS = 1024
 
