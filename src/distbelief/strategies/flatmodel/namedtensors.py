@@ -29,6 +29,8 @@ from distbelief.strategies.tables.embedding import densified, tables_in_rows
 from distbelief.transport.shm.segment import Segment
 
 OWED = "compression/"
+RESIDUAL = f"{OWED}residual/"
+"""The rank of the residual's member and the parameter's name follow: `compression/residual/0/weight`."""
 
 
 @dataclass(frozen=True)
