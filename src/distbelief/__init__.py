@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from distbelief.strategies.dataparallel.strategy import AllReduce
     from distbelief.strategies.localsgd.strategy import LocalSGD
     from distbelief.strategies.mesh.strategy import Hybrid, Pipeline, Sharded, Tensor
-    from distbelief.strategies.ps.tables.embedding import EmbeddingTable
     from distbelief.strategies.sandblaster.strategy import Sandblaster
+    from distbelief.strategies.tables.embedding import EmbeddingTable
     from distbelief.worker.metrics import accuracy
 
 _HOME = {
     "AllReduce": "distbelief.strategies.dataparallel.strategy",
     "DistBeliefError": "distbelief.errors",
-    "EmbeddingTable": "distbelief.strategies.ps.tables.embedding",
+    "EmbeddingTable": "distbelief.strategies.tables.embedding",
     "Hybrid": "distbelief.strategies.mesh.strategy",
     "Job": "distbelief.job",
     "JobError": "distbelief.errors",

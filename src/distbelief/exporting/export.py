@@ -26,7 +26,7 @@ from distbelief.data.sources import InMemory, as_source, seed_everything, split_
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.job import Job
 from distbelief.strategies.flatmodel.compute import make_model
-from distbelief.strategies.ps.tables.embedding import densified
+from distbelief.strategies.tables.embedding import densified
 from distbelief.worker.jobfile import load_job
 
 # --- the model of a run, rebuilt ----------------------------------------------------------------------------------

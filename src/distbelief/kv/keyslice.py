@@ -38,8 +38,8 @@ from distbelief.strategies.flatmodel.tileoptimizer import eager_step
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import PushResult, Question, Snapshot
 from distbelief.strategies.ps.server.stores import Change, State
-from distbelief.strategies.ps.tables.rowinit import RowInit, TableForm
 from distbelief.strategies.ps.tables.store import Table
+from distbelief.strategies.tables.rowinit import RowInit, TableForm
 from distbelief.transport.shm.segment import Segment
 
 

@@ -43,7 +43,7 @@ from distbelief.kv.service import Connection, read_connection_file, this_boot
 from distbelief.kv.supervisorlink import CallTimedOut, SupervisorLink
 from distbelief.kv.transfers import PushBuffers, Transfers, bytes_of
 from distbelief.strategies.ps.protocol.client import ServerClient
-from distbelief.strategies.ps.tables.rowinit import RowInit, TableForm
+from distbelief.strategies.tables.rowinit import RowInit, TableForm
 from distbelief.transport.abort import Aborted
 from distbelief.transport.shm.segment import SegmentClient
 

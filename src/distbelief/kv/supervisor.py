@@ -39,8 +39,8 @@ GONE_S = 120.0
 """A client that is silent for this long gets no maps until its next heartbeat."""
 SEGMENT_SOCKET = "segments.sock"
 _SERVER = "distbelief.kv.server"
-_WARM = "ps:sync"
-"""The strategy whose modules the warm process imports: servers need the same ones."""
+_ZYGOTE_STRATEGY = "ps:sync"
+"""The zygote imports the modules of this strategy, because the servers of the service are parameter servers."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Supervisor:
         self._loop.watch(self._socket, self._receive)
         self._loop.watch(self._limit.events, self._limit.enforce)
         self._loop.watch(self._listener, self._accept)
-        self._zygote = Zygote(self._log("starter"), _WARM)
+        self._zygote = Zygote(self._log("starter"), _ZYGOTE_STRATEGY)
         stack.callback(self._zygote.close)
         self._loop.watch(self._zygote.socket, self._warm)
         self._fleet = Fleet()

@@ -35,7 +35,7 @@ from distbelief.errors import DistBeliefError, JobError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule, sample_seed, shard_seed, split
 from distbelief.strategies.flatmodel.onednn import multiply_as_asked
-from distbelief.strategies.ps.tables.embedding import settle
+from distbelief.strategies.tables.embedding import settle
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 

@@ -17,12 +17,13 @@ from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies.ps.protocol.messages import ApplyStep
 from distbelief.strategies.ps.server.stores import Change
-from distbelief.strategies.ps.tables.embedding import EmbeddingTable, on_servers
 from distbelief.strategies.ps.tables.messages import ShardRowGradients, UpdateRowGradients
+from distbelief.strategies.ps.tables.payloads import payloads_by_part
 from distbelief.strategies.ps.tables.rowbuckets import part_of
-from distbelief.strategies.ps.tables.rowgradients import RowGradients, payloads_by_part
 from distbelief.strategies.ps.tables.slices import AsynchronousTableSlice, SynchronousTableSlice
 from distbelief.strategies.ps.tables.specs import specs_of
+from distbelief.strategies.tables.embedding import EmbeddingTable, on_servers
+from distbelief.strategies.tables.rowgradients import RowGradients
 from distbelief.transport.exchange import ROW
 
 SHARDS = 5

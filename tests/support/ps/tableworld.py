@@ -17,8 +17,8 @@ from distbelief.strategies.ps.rules.gathering import shards_on_all_slices
 from distbelief.strategies.ps.server.node import ServerNode
 from distbelief.strategies.ps.tables.messages import CountRows, PullRows
 from distbelief.strategies.ps.tables.rowbuckets import part_of
-from distbelief.strategies.ps.tables.rowgradients import RowGradients
 from distbelief.strategies.ps.tables.slices import AsynchronousTableSlice, SynchronousTableSlice
+from distbelief.strategies.tables.rowgradients import RowGradients
 from distbelief.transport.exchange import PublishedSum, Source
 from tests.support.ps.client import Client
 from tests.support.ps.tableparts import PARTS, SHARDS, Kit

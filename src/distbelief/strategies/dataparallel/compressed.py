@@ -27,12 +27,12 @@ from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.copying import CopyPiece
 from distbelief.strategies.flatmodel.layout import Layout
-from distbelief.strategies.flatmodel.namedtensors import OWED, TilePortion
+from distbelief.strategies.flatmodel.namedtensors import OWED, RESIDUAL, TilePortion
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.transport.exchange import CompressedParameter, Compression, Exchange
 from distbelief.transport.shm.segment import Segment
 
-RESIDUAL, _QUERY = f"{OWED}residual/", f"{OWED}query/"
+_QUERY = f"{OWED}query/"
 _OWED_PIECE = -1
 _LINE = 64
 

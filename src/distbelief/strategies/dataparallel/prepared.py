@@ -33,7 +33,7 @@ from distbelief.strategies.flatmodel.layout import lay_out, trainable
 from distbelief.strategies.flatmodel.namedtensors import frozen, set_frozen
 from distbelief.strategies.flatmodel.rules.stepwork import slots_needed
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
-from distbelief.strategies.ps.tables.embedding import EmbeddingTable
+from distbelief.strategies.tables.embedding import EmbeddingTable
 from distbelief.transport.abort import Abort
 from distbelief.transport.device.accelerator import Accelerator
 from distbelief.transport.device.exchange import DeviceExchange

@@ -23,8 +23,8 @@ from distbelief.shards import shard_seed
 from distbelief.strategies.flatmodel.capture import GradientCapture, placeable
 from distbelief.strategies.flatmodel.layout import Layout, trainable
 from distbelief.strategies.flatmodel.onednn import multiply_as_asked
-from distbelief.strategies.ps.tables.embedding import settle, tables_of
-from distbelief.strategies.ps.tables.rowgradients import RowGradients
+from distbelief.strategies.tables.embedding import settle, tables_of
+from distbelief.strategies.tables.rowgradients import RowGradients
 from distbelief.transport.device.accelerator import memory_on
 from distbelief.transport.shm.segment import Memory
 

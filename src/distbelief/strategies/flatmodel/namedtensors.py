@@ -25,10 +25,12 @@ from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes, state_places
-from distbelief.strategies.ps.tables.embedding import densified, tables_in_rows
+from distbelief.strategies.tables.embedding import densified, tables_in_rows
 from distbelief.transport.shm.segment import Segment
 
 OWED = "compression/"
+RESIDUAL = f"{OWED}residual/"
+"""The rank of the residual's member and the parameter's name follow: `compression/residual/0/weight`."""
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,12 @@ anew from the newest checkpoint, and messages of the earlier life are dropped.
 A worker's death. In `sync` its pushed sums count, and the other members compute the missing shards. In the asynchronous
 modes its update is leased to another worker, and only the slices that do not have it yet apply it.
 
-Sparse tables. A model uses `EmbeddingTable` (tables/embedding.py). tables/specs.py lists the tables of a run with the
+Sparse tables. A model uses `EmbeddingTable`. strategies/tables has this class, the gradients of rows and the first
+values of rows, because a table works under every strategy. tables/specs.py lists the tables of a run with the
 optimizers of their rows (tables/rowoptimizers.py), and tables/rowbuckets.py says in which part a row lies. A worker
-pulls and pushes rows through `RemoteTables` (tables/remote.py), with the gradients of tables/rowgradients.py and the
-messages of tables/messages.py. On a server tables/slices.py is a part of the tables, and tables/store.py holds its
-rows. tables/rowinit.py computes first values, and tables/saved.py reads and writes checkpoints.
+pulls and pushes rows through `RemoteTables` (tables/remote.py), as the bytes of tables/payloads.py and the messages of
+tables/messages.py. On a server tables/slices.py is a part of the tables, and tables/store.py holds its rows.
+tables/saved.py reads and writes checkpoints.
 
 strategy.py has the value and the parser, rules/options.py the options, worker/prepared.py the model on a worker or
 server, and server/runslices.py the server process with the slices of a run.

@@ -26,7 +26,7 @@ from distbelief.compression.switch import Message, Switch
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, Schedule, mix
 from distbelief.strategies.base import BeginFrom
-from distbelief.strategies.dataparallel.compressed import RESIDUAL
+from distbelief.strategies.flatmodel.namedtensors import RESIDUAL
 from distbelief.strategies.mesh.run.groups import MeshGroups
 from distbelief.strategies.mesh.run.modelpart import HeldParameter
 from distbelief.strategies.mesh.run.runner import ShardBuffers

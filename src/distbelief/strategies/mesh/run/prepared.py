@@ -37,8 +37,8 @@ from distbelief.strategies.mesh.state.memberstate import Forms, MemberState, Par
 from distbelief.strategies.mesh.state.restore import restore_state
 from distbelief.strategies.mesh.state.snapshots import Snapshots
 from distbelief.strategies.mesh.strategy import Meshed
-from distbelief.strategies.ps.tables.embedding import settle
 from distbelief.strategies.rules.degrees import Degrees
+from distbelief.strategies.tables.embedding import settle
 from distbelief.transport.gloo.group import TorchGroup
 from distbelief.transport.membership import Membership
 

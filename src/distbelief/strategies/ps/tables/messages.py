@@ -9,7 +9,7 @@ from distbelief.strategies.ps.protocol.messages import Content, Question, Reply,
 
 class ShardRowGradients(Content, frozen=True):
     """The gradients of rows that some shards of a step give, for one part of the tables. Payload: see
-    rowgradients.py."""
+    payloads.py."""
 
     step: int
     shards: list[int]

@@ -19,7 +19,6 @@ from distbelief.errors import DistBeliefError
 from distbelief.strategies.ps.protocol.client import ServerClient, Stop
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import Question, ReadState, SliceState
-from distbelief.strategies.ps.tables.embedding import BLOCK_ROWS, EmbeddingTable
 from distbelief.strategies.ps.tables.messages import (
     CountedRows,
     CountRows,
@@ -29,9 +28,11 @@ from distbelief.strategies.ps.tables.messages import (
     ShardRowGradients,
     UpdateRowGradients,
 )
+from distbelief.strategies.ps.tables.payloads import payloads_by_part
 from distbelief.strategies.ps.tables.rowbuckets import part_of
-from distbelief.strategies.ps.tables.rowgradients import RowGradients, payloads_by_part
 from distbelief.strategies.ps.tables.specs import TableSpec
+from distbelief.strategies.tables.embedding import BLOCK_ROWS, EmbeddingTable
+from distbelief.strategies.tables.rowgradients import RowGradients
 
 ANY = -1
 """In place of a version: the present one."""

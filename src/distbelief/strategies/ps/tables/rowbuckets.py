@@ -9,24 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distbelief.strategies.tables.rowinit import mixed
+
 BUCKETS = 1024
 _SHIFT = np.uint64(64 - 10)  # the top bits; the hash table of RowSlots uses the low ones
-
-
-def mixed(numbers: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """64 well-mixed bits of every number (splitmix64): a bijection, so different numbers never give the same bits.
-
-    >>> mixed(np.array([0, 1])).tolist()
-    [16294208416658607535, 10451216379200822465]
-    """
-    bits = numbers.astype(np.uint64)  # a copy: what follows is in place
-    bits += np.uint64(0x9E3779B97F4A7C15)
-    bits ^= bits >> np.uint64(30)
-    bits *= np.uint64(0xBF58476D1CE4E5B9)
-    bits ^= bits >> np.uint64(27)
-    bits *= np.uint64(0x94D049BB133111EB)
-    bits ^= bits >> np.uint64(31)
-    return bits
 
 
 def bucket_of(rows: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ Arrays = dict[str, torch.Tensor]
 
 def tensor_name(spec: TableSpec, key: str) -> str:
     """
-    >>> from distbelief.strategies.ps.tables.rowinit import TableForm
+    >>> from distbelief.strategies.tables.rowinit import TableForm
     >>> from distbelief.strategies.ps.tables.rowoptimizers import RowOptimizer
     >>> users = TableSpec("users", TableForm("", 10, 2), RowOptimizer("adagrad", 0.1))
     >>> tensor_name(users, "rows"), tensor_name(users, "sum")

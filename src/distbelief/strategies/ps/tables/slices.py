@@ -43,10 +43,11 @@ from distbelief.strategies.ps.tables.messages import (
     ShardRowGradients,
     UpdateRowGradients,
 )
+from distbelief.strategies.ps.tables.payloads import from_payload
 from distbelief.strategies.ps.tables.rowbuckets import BUCKETS, buckets_of
-from distbelief.strategies.ps.tables.rowgradients import RowGradients, added_up, from_payload
 from distbelief.strategies.ps.tables.specs import TablePartShape, TableSpec
 from distbelief.strategies.ps.tables.store import Table
+from distbelief.strategies.tables.rowgradients import RowGradients, added_up
 from distbelief.transport.exchange import ROW
 
 Arrays = dict[str, torch.Tensor]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from distbelief.job import Job
-from distbelief.strategies.ps.tables.embedding import tables_of
-from distbelief.strategies.ps.tables.rowinit import TableForm
 from distbelief.strategies.ps.tables.rowoptimizers import RowOptimizer, row_optimizer
+from distbelief.strategies.tables.embedding import tables_of
+from distbelief.strategies.tables.rowinit import TableForm
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,9 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from distbelief.errors import DistBeliefError, NotEnoughMemory
-from distbelief.strategies.ps.tables.rowbuckets import mixed
-from distbelief.strategies.ps.tables.rowgradients import added_up
-from distbelief.strategies.ps.tables.rowinit import TableForm
 from distbelief.strategies.ps.tables.rowoptimizers import RowOptimizer
+from distbelief.strategies.tables.rowgradients import added_up
+from distbelief.strategies.tables.rowinit import TableForm, mixed
 
 _FIRST_ROWS = 1024
 
@@ -184,7 +183,7 @@ def _home(rows: NDArray[np.int64], mask: int) -> NDArray[np.int64]:
 class Table:
     """Rows of a sparse table. Only rows that were pushed to take memory.
 
-    >>> from distbelief.strategies.ps.tables.rowinit import RowInit
+    >>> from distbelief.strategies.tables.rowinit import RowInit
     >>> table = Table(TableForm("words", rows=50_000_000, width=2, init=RowInit("zeros")), RowOptimizer("sgd", lr=1.0))
     >>> table.push(torch.tensor([40_000_000, 7, 7]), torch.ones(3, 2))
     >>> table.pull(torch.tensor([7, 8, 40_000_000]))

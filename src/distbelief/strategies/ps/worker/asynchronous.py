@@ -46,9 +46,9 @@ from distbelief.strategies.ps.protocol.messages import (
 from distbelief.strategies.ps.rules.options import ParameterServerOptions
 from distbelief.strategies.ps.rules.pace import TimeSpent
 from distbelief.strategies.ps.tables.remote import ANY, RemoteTables
-from distbelief.strategies.ps.tables.rowgradients import RowGradients, added_rows
 from distbelief.strategies.ps.worker.exchange import ServerExchange
 from distbelief.strategies.ps.worker.member import AlreadyCopied, ParameterServerMember
+from distbelief.strategies.tables.rowgradients import RowGradients, added_rows
 from distbelief.transport.abort import Abort
 from distbelief.transport.device.exchange import stretches
 from distbelief.transport.shm.segment import Memory, Segment

@@ -27,10 +27,10 @@ from distbelief.errors import DistBeliefError
 from distbelief.shards import Schedule
 from distbelief.strategies.base import BeginFrom, Portion, Seat, StepResult
 from distbelief.strategies.base import Fetch as FetchBatch
-from distbelief.strategies.dataparallel.compressed import RESIDUAL, OwingPortion, compressing
+from distbelief.strategies.dataparallel.compressed import OwingPortion, compressing
 from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.layout import Layout
-from distbelief.strategies.flatmodel.namedtensors import TilePortion
+from distbelief.strategies.flatmodel.namedtensors import RESIDUAL, TilePortion
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.messages import Gradient, LeasedUpdate, PartialSum, PulledValues, RestartStep
 from distbelief.strategies.ps.protocol.pushcoding import PushCoding

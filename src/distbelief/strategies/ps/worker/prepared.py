@@ -23,7 +23,6 @@ from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.ps.protocol.frames import RUN_MESSAGES
 from distbelief.strategies.ps.rules.options import ParameterServerOptions
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
-from distbelief.strategies.ps.tables.embedding import on_servers
 from distbelief.strategies.ps.tables.remote import RemoteTables
 from distbelief.strategies.ps.tables.rowbuckets import parts_for
 from distbelief.strategies.ps.tables.specs import specs_of
@@ -37,6 +36,7 @@ from distbelief.strategies.ps.worker.compressed import (
 )
 from distbelief.strategies.ps.worker.exchange import ServerExchange, UsesServers
 from distbelief.strategies.ps.worker.synchronous import SynchronousReplica
+from distbelief.strategies.tables.embedding import on_servers
 from distbelief.transport.exchange import Geometry
 from distbelief.transport.singlemember import SingleMemberExchange
 

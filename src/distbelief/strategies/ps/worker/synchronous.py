@@ -55,9 +55,9 @@ from distbelief.strategies.ps.protocol.messages import (
 from distbelief.strategies.ps.rules.gathering import shards_on_all_slices
 from distbelief.strategies.ps.rules.slicing import SliceShape
 from distbelief.strategies.ps.tables.remote import RemoteTables
-from distbelief.strategies.ps.tables.rowgradients import RowGradients
 from distbelief.strategies.ps.worker.exchange import ServerExchange
 from distbelief.strategies.ps.worker.member import AlreadyCopied, ParameterServerMember
+from distbelief.strategies.tables.rowgradients import RowGradients
 from distbelief.transport.device.exchange import stretches, when_whole
 from distbelief.transport.exchange import ROW, PublishedSum, Source
 from distbelief.transport.shm.segment import Segment

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from distbelief.errors import JobError
-from distbelief.strategies.ps.tables.rowoptimizers import RowOptimizer, State, _corrections
+from distbelief.strategies.ps.tables.rowoptimizers import RowOptimizer, State, _corrections, row_optimizer
 
 WIDTH = 5
 
@@ -160,3 +160,31 @@ def test_what_cannot_be_is_refused_with_a_hint(wrong: dict, told: str) -> None:
 def test_an_optimizer_travels_as_data() -> None:
     optimizer = RowOptimizer("adam", lr=0.1, betas=(0.8, 0.9))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(optimizer), type=RowOptimizer) == optimizer
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, amsgrad=True),
+        lambda p: torch.optim.Adagrad(p, lr_decay=0.1),
+        lambda p: torch.optim.RMSprop(p),
+    ],
+)
+def test_optimizers_that_do_not_work_row_by_row(optimizer: object) -> None:
+    with pytest.raises(JobError, match="table 'users' cannot be trained by") as refused:
+        row_optimizer("users", optimizer)
+    assert "EmbeddingTable" in refused.value.hint
+
+
+def test_optimizers_are_found_in_the_group_in_which_a_table_would_be() -> None:
+    def by_shape(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        large = [p for p in parameters if p.ndim > 1]
+        groups = [{"params": [p for p in parameters if p.ndim < 2]}, {"params": large, "lr": 0.5, "weight_decay": 0.2}]
+        return torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9), eps=1e-6)
+
+    found = row_optimizer("users", by_shape)
+    assert (found.name, found.lr, found.eps, found.betas, found.decay) == ("adam", 0.5, 1e-6, (0.8, 0.9), 0.2)
+    adagrad = row_optimizer("users", lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.3))
+    assert (adagrad.name, adagrad.initial) == ("adagrad", 0.3)

@@ -22,11 +22,11 @@ from distbelief.strategies.base import Saved
 from distbelief.strategies.dataparallel.strategy import AllReduce
 from distbelief.strategies.flatmodel.namedtensors import put_back
 from distbelief.strategies.ps.strategy import ParameterServer
-from distbelief.strategies.ps.tables.embedding import EmbeddingTable
 from distbelief.strategies.ps.tables.rowbuckets import part_of
 from distbelief.strategies.ps.tables.saved import PortionWithTables, SavedTables, without_tables
 from distbelief.strategies.ps.tables.specs import TableSpec
 from distbelief.strategies.ps.worker.prepared import PreparedParameterServer
+from distbelief.strategies.tables.embedding import EmbeddingTable
 from distbelief.transport.shm.segment import Segment
 
 Arrays = dict[str, torch.Tensor]

@@ -13,8 +13,8 @@ from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import ApplyStep, Inspect, MeasureStep, ReadState
 from distbelief.strategies.ps.server.stores import Change
 from distbelief.strategies.ps.tables.messages import CountRows, PullRows
-from distbelief.strategies.ps.tables.rowgradients import RowGradients
 from distbelief.strategies.ps.tables.slices import SynchronousTableSlice
+from distbelief.strategies.tables.rowgradients import RowGradients
 from tests.support.ps.tableparts import PARTS, SHARDS, Kit
 
 STEPS = 6

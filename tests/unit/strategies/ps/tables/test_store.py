@@ -10,19 +10,17 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distbelief.errors import DistBeliefError, JobError, NotEnoughMemory
+from distbelief.errors import DistBeliefError, NotEnoughMemory
 from distbelief.strategies.ps.tables.rowbuckets import BUCKETS, bucket_of, part_of
-from distbelief.strategies.ps.tables.rowgradients import added_up
-from distbelief.strategies.ps.tables.rowinit import RowInit, TableForm, _normal, _signed
 from distbelief.strategies.ps.tables.rowoptimizers import RowOptimizer
 from distbelief.strategies.ps.tables.store import RowArray, RowSlots, Table
+from distbelief.strategies.tables.rowinit import RowInit, TableForm
 
 FORM = TableForm("words", rows=500, width=6, seed=3)
 OPTIMIZERS = {name: RowOptimizer(name, lr=0.1) for name in ("sgd", "adagrad", "adam")}
@@ -94,28 +92,6 @@ def test_adam_gives_the_values_of_sparse_adam_on_the_steps_of_each_row() -> None
         table.push(rows, gradients)
     expected = torch.cat([m.weight.detach() for m in modules])
     torch.testing.assert_close(table.pull(torch.arange(12)), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_gradients_of_one_row_are_added_along_a_tree_in_the_order_given() -> None:
-    a, b, c, d, e = (np.float32(x) for x in (1e8, 1.0, -1e8, 3.0, 0.1))
-    rows = np.array([9, 4, 9, 9, 9, 4, 9])
-    gradients = np.array([a, 7, b, c, d, 8, e], np.float32)[:, None]
-    numbers, total = added_up(rows, gradients)
-    assert numbers.tolist() == [4, 9]
-    assert total[:, 0].tolist() == [15.0, ((a + b) + (c + d)) + e]
-    assert gradients[:, 0].tolist() == [a, 7, b, c, d, 8, e]  # what was given is left as it was
-
-
-@given(st.lists(st.integers(0, 30), max_size=200))
-@settings(max_examples=50, deadline=None)
-def test_every_gradient_is_added_once(rows: list[int]) -> None:
-    """Powers of two would need too many bits: whole numbers, whose sums are exact, and the count beside them."""
-    gradients = np.stack([np.arange(len(rows)), np.ones(len(rows))], axis=1).astype(np.float32)
-    numbers, total = added_up(np.array(rows, np.int64), gradients)
-    assert numbers.tolist() == sorted(set(rows))
-    for row, (places, count) in zip(numbers.tolist(), total.tolist(), strict=True):
-        mine = [place for place, other in enumerate(rows) if other == row]
-        assert (places, count) == (sum(mine), len(mine))
 
 
 def test_a_million_pushes_to_one_row_in_one_message_count_all() -> None:
@@ -252,43 +228,6 @@ def test_an_array_that_grows_moves_and_does_not_forget() -> None:
     assert array.gather(np.array([0, 1023, 1024, 69_999, 5])).tolist() == [1, 1024, 1025, 70_000, 0]
 
 
-# --- initial values --------------------------------------------------------------------------------------------------
-
-
-def test_initial_values_depend_on_the_seed_the_name_and_the_row_alone() -> None:
-    rows = np.array([7, 0, 10**15, 7])
-    form = TableForm("a", rows=10**16, width=5, seed=1)
-    values = form.initial(rows)
-    assert np.array_equal(values[0], values[3])
-    assert np.array_equal(form.initial(rows[::-1]), values[::-1])
-    assert np.array_equal(msgspec.structs.replace(form, width=4, rows=10**17).initial(rows), values[:, :4])
-    for other in (msgspec.structs.replace(form, seed=2), msgspec.structs.replace(form, name="b")):
-        assert not (other.initial(rows) == values).any()
-    assert values[0, :3].tobytes().hex() == "9828ea3b86c730bb19531d3c"  # what was saved relies on it
-
-
-@pytest.mark.parametrize("rows", [np.arange(60_000), np.arange(60_000) * 4096])
-def test_initial_values_have_the_distribution_asked_for(rows: np.ndarray) -> None:
-    normal = TableForm("n", rows=10**9, width=7, init=RowInit("normal", 0.5)).initial(rows) / 0.5
-    uniform = TableForm("u", rows=10**9, width=7, init=RowInit("uniform", 0.5)).initial(rows)
-    count = normal.size
-    for moment, expected in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
-        spread = np.sqrt({1: 1.0, 2: 2.0, 3: 15.0, 4: 96.0}[moment] / count)
-        assert abs(np.mean(normal.astype(np.float64) ** moment) - expected) < 5 * spread
-    assert abs(uniform).max() < 0.5
-    assert np.histogram(uniform, 16, (-0.5, 0.5))[0].std() < 3 * np.sqrt(count / 16)
-    # Neighbours, in the row and in the column, know nothing of each other.
-    for left, right in ((normal[1:], normal[:-1]), (normal[:, 1:], normal[:, :-1]), (normal[::2], normal[1::2])):
-        assert abs(np.mean(left * right)) < 5 / np.sqrt(left.size)
-    assert not TableForm("z", rows=9, width=2, init=RowInit("zeros")).initial(np.arange(9)).any()
-
-
-def test_normal_numbers_are_those_of_the_inverse_error_function() -> None:
-    uniform = np.concatenate([_signed(1, np.arange(50_000), 4).ravel(), [1 - 2**-24, 2**-24 - 1, 2**-24]])
-    exact = torch.erfinv(torch.from_numpy(uniform).double()).numpy() * np.sqrt(2)
-    np.testing.assert_allclose(_normal(uniform.astype(np.float32)), exact, rtol=3e-6)
-
-
 # --- which part ------------------------------------------------------------------------------------------------------
 
 
@@ -338,22 +277,3 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         assert contents(table) == before
     state["values"].zero_()  # a copy
     assert contents(table) == before
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        (lambda: TableForm("a", rows=0, width=3), "'a' has 0 rows"),
-        (lambda: TableForm("a", rows=3, width=-1), "of -1 numbers"),
-        (lambda: RowInit("xavier"), "'xavier'"),
-        (lambda: RowInit("normal", float("nan")), "nan"),
-    ],
-)
-def test_a_table_that_cannot_be_is_refused(wrong, told: str) -> None:
-    with pytest.raises(JobError, match=told):
-        wrong()
-
-
-def test_a_form_travels_as_data() -> None:
-    form = TableForm("words", rows=5, width=2, init=RowInit("uniform", 0.1), seed=9)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(form), type=TableForm) == form

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from distbelief.errors import JobError
-from distbelief.strategies.ps.tables.rowgradients import RowGradients, added_rows
-from distbelief.strategies.ps.tables.rowinit import RowInit, TableForm
+from distbelief.strategies.tables.rowgradients import RowGradients, added_rows
+from distbelief.strategies.tables.rowinit import RowInit, TableForm
 from distbelief.transport.shm.memfd import free_memory_bytes
 
 if TYPE_CHECKING:

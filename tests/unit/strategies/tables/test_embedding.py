@@ -13,8 +13,7 @@ from torch import nn
 
 from distbelief import EmbeddingTable
 from distbelief.errors import JobError
-from distbelief.strategies.ps.tables.embedding import densified, on_servers, settle, tables_of
-from distbelief.strategies.ps.tables.rowoptimizers import row_optimizer
+from distbelief.strategies.tables.embedding import densified, on_servers, settle, tables_of
 
 
 def made(served: bool, **options: object) -> EmbeddingTable:
@@ -130,31 +129,3 @@ def test_rows_become_a_parameter() -> None:
     assert found.keys() == {"0.weight", "other"}
     before[[2, 7]] = 1.0
     assert torch.equal(found["0.weight"], before)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
-        lambda p: torch.optim.Adam(p, amsgrad=True),
-        lambda p: torch.optim.Adagrad(p, lr_decay=0.1),
-        lambda p: torch.optim.RMSprop(p),
-    ],
-)
-def test_optimizers_that_do_not_work_row_by_row(optimizer: object) -> None:
-    with pytest.raises(JobError, match="table 'users' cannot be trained by") as refused:
-        row_optimizer("users", optimizer)
-    assert "EmbeddingTable" in refused.value.hint
-
-
-def test_optimizers_are_found_in_the_group_in_which_a_table_would_be() -> None:
-    def by_shape(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        large = [p for p in parameters if p.ndim > 1]
-        groups = [{"params": [p for p in parameters if p.ndim < 2]}, {"params": large, "lr": 0.5, "weight_decay": 0.2}]
-        return torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9), eps=1e-6)
-
-    found = row_optimizer("users", by_shape)
-    assert (found.name, found.lr, found.eps, found.betas, found.decay) == ("adam", 0.5, 1e-6, (0.8, 0.9), 0.2)
-    adagrad = row_optimizer("users", lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.3))
-    assert (adagrad.name, adagrad.initial) == ("adagrad", 0.3)

@@ -18,7 +18,6 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from distbelief.errors import JobError
-from distbelief.strategies.ps.tables.rowbuckets import mixed
 
 KINDS = ("normal", "uniform", "zeros")
 _LN2 = np.float32(math.log(2.0))
@@ -81,6 +80,22 @@ class TableForm(Struct, frozen=True):
             values = _normal(values)
         values *= np.float32(self.init.scale)
         return values
+
+
+def mixed(numbers: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """64 well-mixed bits of every number (splitmix64): a bijection, so different numbers never give the same bits.
+
+    >>> mixed(np.array([0, 1])).tolist()
+    [16294208416658607535, 10451216379200822465]
+    """
+    bits = numbers.astype(np.uint64)  # a copy: what follows is in place
+    bits += np.uint64(0x9E3779B97F4A7C15)
+    bits ^= bits >> np.uint64(30)
+    bits *= np.uint64(0xBF58476D1CE4E5B9)
+    bits ^= bits >> np.uint64(27)
+    bits *= np.uint64(0x94D049BB133111EB)
+    bits ^= bits >> np.uint64(31)
+    return bits
 
 
 @lru_cache(maxsize=1024)
