@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from distbelief.atomicfile import force_to_disk
 from distbelief.errors import DistBeliefError
 
 Entry = dict[str, Any]
@@ -52,7 +53,7 @@ class Journal:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             replayed, end = _replay(path.read_bytes(), path)
             os.ftruncate(fd, end)
-            _sync_folder(path)
+            force_to_disk(path.parent)
             journal = cls(path, lock_fd, fd, replayed)
             reason = "a coordinator has taken over" if journal.epoch > 1 else "the run has begun"
             begun = {"kind": "epoch", "epoch": journal.epoch, "at": time.time(), "pid": os.getpid(), "reason": reason}
@@ -160,14 +161,6 @@ def _write(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _cannot(what: str, path: Path, error: OSError) -> DistBeliefError:
