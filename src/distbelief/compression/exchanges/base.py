@@ -36,7 +36,7 @@ class CompressedExchange(TorchExchange, ABC):
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         rank: int,
         geometry: Geometry,
         abort: Abort,
@@ -48,7 +48,7 @@ class CompressedExchange(TorchExchange, ABC):
         gradients; None: the host."""
         assert geometry.compression is not None
         self.compression: Compression = geometry.compression
-        super().__init__(meeting, rank, geometry, abort, memory)
+        super().__init__(rendezvous, rank, geometry, abort, memory)
         elements = geometry.slot_bytes // 4
         self.accelerator = on
         self.slots: Sequence[Memory] = self._slots

@@ -30,14 +30,14 @@ class CodedParts(TorchExchange):
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         rank: int,
         geometry: Geometry,
         abort: Abort,
         memory: dict[str, Segment] | None = None,
     ) -> None:
         assert geometry.compression is not None
-        super().__init__(meeting, rank, geometry, abort, memory)
+        super().__init__(rendezvous, rank, geometry, abort, memory)
         self.coding = PartsCoding(geometry.compression.method, geometry.compression.places)
         self._coded = geometry.compression.tiles
         self._plain = [tile for tile in self.tiles if tile not in self._coded]

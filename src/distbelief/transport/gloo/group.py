@@ -57,12 +57,12 @@ class TorchGroup:
     waiting = False
     backups: Backups | None = None
 
-    def __init__(self, meeting: Rendezvous, rank: int, size: int, abort: Abort, backend: str = "gloo") -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int, size: int, abort: Abort, backend: str = "gloo") -> None:
         """`backend`: torch's name; "cpu:gloo,cuda:nccl" names one backend per device type."""
         self.rank = rank
         self.size = size
         self._abort = abort
-        timeout = datetime.timedelta(seconds=meeting.timeout_s)
+        timeout = datetime.timedelta(seconds=rendezvous.timeout_s)
         self._waits = 0
         self._guarding = False
         self._training_thread = _Thread()
@@ -73,14 +73,14 @@ class TorchGroup:
         self._store: Store | None = None
         abort.wake = self._hang_up
         with self.network():
-            self._store = meeting.store(abort)  # keep a reference: torch's own does not suffice
+            self._store = rendezvous.store(abort)  # keep a reference: torch's own does not suffice
             # torch numbers groups with this counter, and also counts groups that were aborted before the members had
             # met: without a reset, members would wait under different names.
             dist.distributed_c10d._world.group_count = 0
             try:
                 dist.init_process_group(
                     backend,
-                    store=PrefixStore(meeting.name, self._store),
+                    store=PrefixStore(rendezvous.name, self._store),
                     rank=rank,
                     world_size=size,
                     timeout=timeout,
