@@ -97,7 +97,7 @@ class LowRankSums(CompressedExchange):
             out.copy_(total)
         if self._measures:
             self._codec_s = self._now() - started - self._wire_s
-        self.residuals.written()
+        self.residuals.mark_complete()
 
     def _mine_of_step(self) -> list[torch.Tensor]:
         slots = [self._gradients[1 + source.slot] for source in self._sources]

@@ -104,7 +104,7 @@ class TorchGroup:
 
     def _hang_up(self) -> None:
         """Called by the control thread: end the training thread's wait."""
-        threading.Thread(target=self._insist, args=[self._waits], daemon=True).start()
+        threading.Thread(target=self._shut_down_repeatedly, args=[self._waits], daemon=True).start()
         if "nccl" in self._backend:  # NCCL's kernels wait on the device, and do not use these sockets
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
@@ -123,7 +123,7 @@ class TorchGroup:
                     if not listens:  # gloo dies with its listener
                         connection.shutdown(socket.SHUT_RDWR)
 
-    def _insist(self, wait: int) -> None:
+    def _shut_down_repeatedly(self, wait: int) -> None:
         """Shut the sockets down repeatedly: while members meet, gloo retries a failed connection with a new socket.
         Sometimes gloo sleeps even then (docs/decisions/0018)."""
         patience_s = _MISSED_S if self._abort.leave else _HOPELESS_S
