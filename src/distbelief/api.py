@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from distbelief.strategies.base import Strategy
     from distbelief.worker.spec import WorkerSpec
 
-MOST_BY_DEFAULT = 8  # workers, if the user gives no number; a job has at most this many shards by default
+DEFAULT_WORKERS_LIMIT = 8  # workers, if the user gives no number; a job has at most this many shards by default
 
 
 def train(
@@ -223,7 +223,7 @@ def count_of_workers(workers: int | None, strategy: str | Strategy) -> int:
     """The user's number of workers, or a default for this machine and the strategy."""
     if workers is not None:
         return workers
-    return _parsed(strategy).usual_workers(min(MOST_BY_DEFAULT, os.cpu_count() or 1))
+    return _parsed(strategy).usual_workers(min(DEFAULT_WORKERS_LIMIT, os.cpu_count() or 1))
 
 
 def _parsed(strategy: str | Strategy) -> Strategy:

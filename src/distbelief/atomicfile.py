@@ -49,6 +49,15 @@ def replace_file(path: Path, content: bytes, *, private: bool = False) -> None:
         _remove(draft)
 
 
+def force_to_disk(path: Path | str) -> None:
+    """Make a file durable, or the names in a folder: a new name is durable only when its folder is."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def drafted(path: Path) -> Iterator[Path]:
     """An empty draft to be written; at the end of the block it becomes `path`. An error leaves `path` as it was."""
@@ -60,9 +69,9 @@ def drafted(path: Path) -> Iterator[Path]:
         yield draft
         with writing(path):
             draft.chmod(mode)  # a writer that uses a temporary file leaves a file that only its owner can read
-            _force_to_disk(draft)
+            force_to_disk(draft)
             draft.replace(path)
-            _force_to_disk(path.parent)
+            force_to_disk(path.parent)
     finally:
         _remove(draft)
 
@@ -80,14 +89,6 @@ def writing(path: Path) -> Iterator[None]:
 
 def _draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.draft")
-
-
-def _force_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(draft: Path) -> None:

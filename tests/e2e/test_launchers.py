@@ -67,7 +67,7 @@ def test_two_hosts_of_mpirun_meet(
     assert outcome.json["weights_sha256"] == undisturbed(*JOB)
     assert outcome.json["workers"] == 4
     assert len({member["host"] for member in watched.journal("generation")[0]["members"]}) == 2
-    assert not (watched.folder / "meeting.json").exists()
+    assert not (watched.folder / "rendezvous.json").exists()
 
 
 def test_sigterm_to_mpirun_ends_everything(

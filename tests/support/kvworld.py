@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from distbelief.control.messages import ServerMap
+from distbelief.coordinator.rules.servers import placement
 from distbelief.kv.catalogue import Catalogue
 from distbelief.kv.keyslice import KeySlice
 from distbelief.kv.messages import CATALOGUE, AddToKey, Dense, PlaceKey, PullKey
@@ -181,7 +182,8 @@ class World:
         for _ in range(200):
             self.remind()
             self.deliver_all()
-            if not any(client.waiting for client in self.clients) and self.fleet.placement.settled:  # type: ignore[union-attr]
+            copied = set(self.fleet.placement.recruits) <= {placement.NONE}  # type: ignore[union-attr]
+            if copied and not any(client.waiting for client in self.clients):
                 return
         raise AssertionError(f"stuck: {[client.waiting for client in self.clients]}")
 

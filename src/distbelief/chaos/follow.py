@@ -60,37 +60,28 @@ def advance(seen: Seen, record: Record) -> Seen:
 
 
 class JournalTail:
-    """The records of a journal, each once, even if a restarted coordinator cuts off a torn end or a compaction replaces
-    the file."""
+    """The records of a journal, each once, even if a restarted coordinator cuts off a torn end."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0  # always just after a line feed: the rest may be torn, and be cut off
-        self._inode = 0
-        self._seen: set[bytes] = set()
 
     def read(self) -> list[Record]:
         try:
-            stat = self._path.stat()
-            if stat.st_ino != self._inode or stat.st_size < self._offset:
-                self._inode, self._offset = stat.st_ino, 0
-            if stat.st_size == self._offset:
-                return []
             with self._path.open("rb") as file:
+                # A coordinator also cuts off a whole line, if the disk refused it or lost a part of it.
+                self._offset = min(self._offset, file.seek(0, 2))
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        fresh = [line for line in whole.split(b"\n") if line and line not in self._seen]
-        self._seen.update(fresh)
-        return _records(fresh)
+        return _records(whole.splitlines())
 
 
 class RunFollower:
-    """Call `poll` repeatedly. `seen` is the present state; `records` has all records of the journal, also compacted
-    ones."""
+    """Call `poll` repeatedly. `seen` is the present state; `records` has all records of the journal."""
 
     def __init__(self, run_dir: Path) -> None:
         self.seen = Seen()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from distbelief.chaos.rules.verdict import Closeness, FaultOutcome, Verdict
+from distbelief.chaos.rules.verdict import FaultOutcome, Verdict
 from distbelief.observe import text
 
 HEADINGS = ("fault", "at step", "noticed", "next commit", "shards recomputed")
@@ -20,7 +19,7 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
         "exactly_once": verdict.exactly_once,
         "goodput": None if verdict.goodput is None else round(verdict.goodput, 4),
         "reexecuted": verdict.reexecuted,
-        "difference": _finite(verdict.closeness),
+        "difference": text.finite(verdict.closeness and verdict.closeness.relative),
         "faults": [{key: getattr(fault, key) for key in FAULT_KEYS} for fault in verdict.faults],
     }
 
@@ -118,11 +117,6 @@ def _weights(verdict: Verdict) -> str:
     if near.equal:
         return f"equal to the twin's within rounding ({apart})" if near.relative else "equal to the twin's"
     return f"NOT equal to the twin's ({apart})"
-
-
-def _finite(near: Closeness | None) -> float | None:
-    """A number for JSON, which has no infinity: null also stands for a difference between a number and none."""
-    return near.relative if near is not None and math.isfinite(near.relative) else None
 
 
 def _row(fault: FaultOutcome) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Struck:
+class FaultyRun:
     """A run with faults: its results, the injected faults, and the sentences that were not carried out."""
 
     evidence: Evidence
@@ -63,7 +63,7 @@ def run_twin(plan: Plan, stream: TextIO) -> Evidence:
     return _evidence(result, journal.read(Path(result.run_dir) / "journal.jsonl"))
 
 
-def run_under_faults(plan: Plan, name: str, faults: Sequence[Fault], seed: int, stream: TextIO) -> Struck:
+def run_under_faults(plan: Plan, name: str, faults: Sequence[Fault], seed: int, stream: TextIO) -> FaultyRun:
     """Run the job in the folder `name`, and inject the faults during the run."""
     run_dir = plan.run_dir / name
     with contextlib.ExitStack() as stack:
@@ -86,7 +86,7 @@ def run_under_faults(plan: Plan, name: str, faults: Sequence[Fault], seed: int, 
             raise
         except DistBeliefError as error:
             raise _under_faults(error, injector.notes) from error
-    return Struck(_evidence(result, injector.journal), tuple(injector.notes), tuple(injector.missed))
+    return FaultyRun(_evidence(result, injector.journal), tuple(injector.notes), tuple(injector.missed))
 
 
 def _run(plan: Plan, run_dir: Path, stream: TextIO, relay: Relay | None) -> Result:

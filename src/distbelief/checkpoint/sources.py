@@ -17,7 +17,6 @@ import msgspec
 import torch
 
 from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointUnusable
-from distbelief.checkpoint.fit import differences, forms, misfit
 from distbelief.checkpoint.lazy import Extent, Filling, LazyTensors, Outline, Renamed, Wanted
 from distbelief.checkpoint.manifest import MANIFEST, Manifest, step_name, step_of
 from distbelief.checkpoint.parts import LENGTH_BYTES, begins, decode_header, pour, read_header
@@ -25,6 +24,7 @@ from distbelief.checkpoint.reading import newest_sound, open_checkpoint
 from distbelief.checkpoint.records import read_record
 from distbelief.checkpoint.rules.boxes import Box
 from distbelief.checkpoint.storage import Folder, Where, folder_at, size_of
+from distbelief.checkpoint.tensorforms import differences, forms, misfit
 from distbelief.checkpoint.weights import KINDS
 from distbelief.errors import DistBeliefError
 

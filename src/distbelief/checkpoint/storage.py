@@ -17,6 +17,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from distbelief.atomicfile import force_to_disk
 from distbelief.checkpoint.faults import StorageFailed
 from distbelief.errors import DistBeliefError
 
@@ -123,7 +124,7 @@ def write_file(folder: Folder, name: str, chunks: Iterable[bytes | memoryview]) 
             file.close()
             if folder.local:
                 os.replace(path, folder.path_of(name))
-                _sync(folder.path)
+                force_to_disk(folder.path or "/")
     except BaseException:
         _abandon(folder, file, path)
         raise
@@ -151,8 +152,8 @@ def _create(folder: Folder, path: str) -> Any:
         folder.files.makedirs(folder.path, exist_ok=True)
         if folder.local:
             parent = os.path.dirname(folder.path)
-            _sync(parent)
-            _sync(os.path.dirname(parent))
+            force_to_disk(parent)
+            force_to_disk(os.path.dirname(parent))
         return folder.files.open(path, "wb")
 
 
@@ -168,15 +169,6 @@ def _abandon(folder: Folder, file: Any, path: str) -> None:
                 file.discard()
             finally:
                 file.closed = True
-
-
-def _sync(path: str) -> None:
-    """Sync the folder: a new name is durable only after that."""
-    fd = os.open(path or "/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def entries(folder: Folder) -> dict[str, int | None]:
@@ -217,7 +209,7 @@ def remove_file(folder: Folder, name: str) -> None:
     with explained(folder, "remove", folder.url_of(name)), suppress(FileNotFoundError):
         folder.files.rm_file(folder.path_of(name))
         if folder.local:
-            _sync(folder.path)
+            force_to_disk(folder.path or "/")
 
 
 def remove_folder(folder: Folder) -> None:

@@ -24,7 +24,7 @@ from distbelief.cli.train import check_job_file, parse_settings
 
 if TYPE_CHECKING:
     from distbelief.chaos.rules.verdict import Evidence, Promise, Verdict
-    from distbelief.chaos.trial import Plan, Struck
+    from distbelief.chaos.trial import FaultyRun, Plan
 
 WORKERS = 4
 
@@ -78,11 +78,11 @@ def chaos(
         twin = run_twin(plan, stream)
         tried = list(_trials(plan, twin, schedule, random, seed, stream))
         verdict = together([verdict for _, _, verdict in tried])
-        missed = [fault for _, struck, _ in tried for fault in struck.missed]
+        missed = [fault for _, faulty, _ in tried for fault in faulty.missed]
         print_table(verdict, missed, stream)
     if json:
-        runs = {"twin": twin.run_dir, "faults": [struck.evidence.run_dir for _, struck, _ in tried]}
-        schedules = [_schedule(text, struck, verdict) for text, struck, verdict in tried]
+        runs = {"twin": twin.run_dir, "faults": [faulty.evidence.run_dir for _, faulty, _ in tried]}
+        schedules = [_schedule(text, faulty, verdict) for text, faulty, verdict in tried]
         whole = {**as_json(verdict), "not_carried_out": missed, "runs": runs, "schedules": schedules}
         typer.echo(json_text.dumps(whole, allow_nan=False))
     if not verdict.sound:
@@ -105,7 +105,7 @@ def wanted_faults(text: str, random: int, workers: int, servers: int = 0) -> tup
 
 def _trials(
     plan: Plan, twin: Evidence, schedule: tuple[Fault, ...], random: int, seed: int, stream: TextIO
-) -> Iterator[tuple[str, Struck, Verdict]]:
+) -> Iterator[tuple[str, FaultyRun, Verdict]]:
     """Each schedule with its run and verdict; a bad verdict is the last."""
     from distbelief.chaos.report import totals
     from distbelief.chaos.rules.schedule import write
@@ -122,12 +122,12 @@ def _trials(
         else:
             text, name = write(schedule), "faults"
             _say(stream, f"under faults: {text}")
-        struck = run_under_faults(plan, name, parse(text), seed + number, stream)
-        closeness = how_close(plan, twin, struck.evidence, stream) if promise == "rounding" else None
-        verdict = judge(twin, struck.evidence, struck.notes, promise, closeness)
+        faulty = run_under_faults(plan, name, parse(text), seed + number, stream)
+        closeness = how_close(plan, twin, faulty.evidence, stream) if promise == "rounding" else None
+        verdict = judge(twin, faulty.evidence, faulty.notes, promise, closeness)
         if random:
             _say(stream, "; ".join(f"{label} {value}" for label, value in totals(verdict)))
-        yield text, struck, verdict
+        yield text, faulty, verdict
         if not verdict.sound:
             return
 
@@ -140,16 +140,16 @@ def _promise(strategy: str) -> Promise:
     return "rounding" if parse_strategy(strategy).wish else "nothing"
 
 
-def _schedule(text: str, struck: Struck, verdict: Verdict) -> dict[str, Any]:
+def _schedule(text: str, faulty: FaultyRun, verdict: Verdict) -> dict[str, Any]:
     return {
         "schedule": text,
-        "run_dir": struck.evidence.run_dir,
+        "run_dir": faulty.evidence.run_dir,
         "weights_equal": verdict.weights_equal,
         "steps_lost": verdict.steps_lost,
         "exactly_once": verdict.exactly_once,
         "goodput": None if verdict.goodput is None else round(verdict.goodput, 4),
         "reexecuted": verdict.reexecuted,
-        "carried_out": [{"fault": note.text, "worker": note.worker, "at": note.at} for note in struck.notes],
+        "carried_out": [{"fault": note.text, "worker": note.worker, "at": note.at} for note in faulty.notes],
     }
 
 

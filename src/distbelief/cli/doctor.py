@@ -63,10 +63,10 @@ def doctor(
 
     if listen:
         assert key is not None
-        with LeaderSocket(endpoint(listen), with_key(read_key(key))) as door:
-            how = f"distbelief doctor --join {door.address.removeprefix('tcp://')} --key FILE"
+        with LeaderSocket(endpoint(listen), with_key(read_key(key))) as leader_socket:
+            how = f"distbelief doctor --join {leader_socket.address.removeprefix('tcp://')} --key FILE"
             say(f"waiting for {hosts - 1} more: {how}")
-            report = Leader(door, host_name(), hosts, wait, say).hold(here)
+            report = Leader(leader_socket, host_name(), hosts, wait, say).hold(here)
     elif join:
         report = join_others(join, key, here, say)
     else:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 
@@ -103,11 +102,4 @@ def print_summary(result: Result, stream: TextIO, *, plain: bool = False) -> Non
 def print_json(result: Result) -> None:
     """One line on stdout."""
     whole = dataclasses.asdict(result)
-    typer.echo(json.dumps({key: _finite(whole[key]) for key in KEYS}, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity; null replaces them."""
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    typer.echo(json.dumps({key: text.finite(whole[key]) for key in KEYS}, allow_nan=False))

@@ -7,7 +7,6 @@ caller keeps the residual of an encoding (`encode_keeping`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -46,13 +45,6 @@ class Encoded:
     def size_bytes(self) -> int:
         """Bytes of the frames, without the header (about twenty bytes)."""
         return sum(frame.numel() * frame.element_size() for frame in self.frames)
-
-    @property
-    def ratio(self) -> float:
-        """The size of the float32 vector divided by the size of the frames."""
-        if not self.header.length:
-            return 1.0
-        return 4 * self.header.length / self.size_bytes if self.size_bytes else math.inf
 
 
 class Codec(Protocol):

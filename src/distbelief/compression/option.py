@@ -6,7 +6,7 @@ that an option names.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distbelief.errors import JobError
 
@@ -64,6 +64,22 @@ def canonical(text: str) -> str:
     ['bf16', 'int8', 'int8=256', 'topk=0.01', 'powersgd=4']
     """
     return str(parse(text))
+
+
+def checked_compression(compression: str, always: bool, example: str) -> str:
+    """A strategy's option `compression` in its usual spelling; empty stays empty. `example`: a right use of always."""
+    if compression:
+        return canonical(compression)
+    if always:
+        raise JobError("always is for compression, and there is none", hint=f"for example {example}")
+    return ""
+
+
+def add_compression(values: dict[str, Any], option: str, strategy: str) -> None:
+    """Add a compression to the parsed options of a strategy."""
+    if "compression" in values:
+        raise JobError(f"the strategy '{strategy}' gives its compression twice", hint="give it once")
+    values["compression"] = option
 
 
 def checked_block(block: int) -> int:

@@ -14,7 +14,7 @@ the host is faster for matrices this thin.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -130,14 +130,6 @@ class PowerSGD:
             self._queries[i].copy_(_directions(right, self._starts[i]))
         return self._sums
 
-    @torch.no_grad()
-    def release(self, gradients: Sequence[Tensor]) -> None:
-        """Add the residuals to gradients that are summed uncompressed, in place, and clear the residuals."""
-        self._check(gradients)
-        for matrix, residual in zip(self._matrices, self._residuals, strict=True):
-            gradients[matrix.at].add_(residual.view(self._shapes[matrix.at]))
-            residual.zero_()
-
     @property
     def compressed(self) -> dict[int, tuple[int, int]]:
         """Index of each compressed gradient -> the shape of its query."""
@@ -153,27 +145,6 @@ class PowerSGD:
         state."""
         self._residuals = [r.view(m.rows, m.columns) for r, m in zip(residuals, self._matrices, strict=True)]
         self._queries = list(queries)
-
-    def state(self) -> dict[str, Tensor]:
-        """Copies for a checkpoint. `query/…` is the same for all members, and a new member needs it; `residual/…`
-        belongs to this member."""
-        queries = {f"query/{m.at}": q.clone() for m, q in zip(self._matrices, self._queries, strict=True)}
-        return queries | {f"residual/{m.at}": r.clone() for m, r in zip(self._matrices, self._residuals, strict=True)}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state. Missing residuals start at zero."""
-        for i, matrix in enumerate(self._matrices):
-            query, residual = state.get(f"query/{matrix.at}"), state.get(f"residual/{matrix.at}")
-            if query is None or query.shape != self._queries[i].shape:
-                raise DistBeliefError(
-                    f"the state of PowerSGD does not fit parameter {matrix.at}, {list(self._shapes[matrix.at])}",
-                    hint="it was saved with another rank or model: begin without it",
-                )
-            self._queries[i].copy_(query)
-            if residual is None:
-                self._residuals[i].zero_()
-            else:
-                self._residuals[i].copy_(residual)
 
     def _check(self, gradients: Sequence[Tensor]) -> None:
         given = [gradient.shape for gradient in gradients]

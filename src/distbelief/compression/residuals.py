@@ -31,10 +31,10 @@ class Residuals:
     >>> residuals.begin(0)
     False
     >>> _ = residuals.after.copy_(torch.tensor([1.0, 0.0, 2.0]))
-    >>> residuals.written()
+    >>> residuals.mark_complete()
     >>> residuals.begin(0), residuals.before.tolist()
     (True, [0.0, 0.0, 0.0])
-    >>> residuals.written()
+    >>> residuals.mark_complete()
     >>> residuals.begin(1)
     True
     """
@@ -93,18 +93,18 @@ class Residuals:
         self._labels[1 - self._now] = 0
         return bool(found)
 
-    def wrote(self) -> None:
+    def mark_nonzero(self) -> None:
         """Record that `after` is no longer zero."""
         self._zero[1 - self._now] = False
 
-    def written(self) -> None:
+    def mark_complete(self) -> None:
         """Record that `after` is complete: from now on a member that applies the step can rely on it."""
         self._labels[1 - self._now] = self._step + 2
 
     def keep(self, part: slice) -> None:
         """Copy this slice of the residual unchanged: nothing of it was sent, or nobody used it."""
         self.after[part].copy_(self.before[part])
-        self.wrote()
+        self.mark_nonzero()
 
     def release(self) -> bool:
         """Clear the residual of the layout, because this step sends it uncompressed. Returns False if the residual was

@@ -2,8 +2,7 @@
 
 A record is a flat JSON object whose last key is the CRC-32 of the object without it. A record counts once its line feed
 is on disk. A crash during an append leaves a torn last line, which is cut off; any other damage is an error. A lock on
-a sibling file is held while the journal is open; it cannot be on the journal itself, which a compaction replaces. This
-module knows nothing of what records mean: see rules/replay.py.
+a sibling file is held while the journal is open. This module knows nothing of what records mean: see rules/replay.py.
 
 Records have no version. `replay` ignores kinds that it does not know, and reads all kinds of earlier releases, so a run
 directory of an earlier release can be resumed. A record of a known kind that lacks a needed field is refused with one
@@ -16,13 +15,13 @@ import fcntl
 import os
 import time
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgspec
 
+from distbelief.atomicfile import force_to_disk
 from distbelief.errors import DistBeliefError
 
 Entry = dict[str, Any]
@@ -39,7 +38,6 @@ class Journal:
         """The records from before this opening, oldest first."""
         self.epoch = 1 + max((int(entry.get("epoch", 0)) for entry in replayed), default=0)
         """The number of this incarnation of the coordinator."""
-        self._opened_at = time.time()
         self._lock_fd = lock_fd
         self._fd = fd
 
@@ -55,10 +53,11 @@ class Journal:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             replayed, end = _replay(path.read_bytes(), path)
             os.ftruncate(fd, end)
-            _temporary(path).unlink(missing_ok=True)
-            _sync_folder(path)
+            force_to_disk(path.parent)
             journal = cls(path, lock_fd, fd, replayed)
-            journal.append(journal._epoch_entry())
+            reason = "a coordinator has taken over" if journal.epoch > 1 else "the run has begun"
+            begun = {"kind": "epoch", "epoch": journal.epoch, "at": time.time(), "pid": os.getpid(), "reason": reason}
+            journal.append(begun)
         except BaseException as error:
             for opened in (fd, lock_fd):
                 if opened >= 0:
@@ -79,23 +78,6 @@ class Journal:
             os.ftruncate(self._fd, before)
             raise
 
-    def compact(self, entries: Iterable[Entry]) -> None:
-        """Replace all records by these, at once: a crash leaves either the old journal or the new one, whole."""
-        temporary = _temporary(self.path)
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            kept = [self._epoch_entry(), *(entry for entry in entries if entry.get("kind") != "epoch")]
-            _write(fd, b"".join(map(_encode, kept)))
-            os.fsync(fd)
-            temporary.rename(self.path)
-        except BaseException:
-            os.close(fd)
-            temporary.unlink(missing_ok=True)
-            raise
-        os.close(self._fd)
-        self._fd = fd
-        _sync_folder(self.path)
-
     def close(self) -> None:
         os.close(self._fd)
         os.close(self._lock_fd)
@@ -107,10 +89,6 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _epoch_entry(self) -> Entry:
-        reason = "a coordinator has taken over" if self.epoch > 1 else "the run has begun"
-        return {"kind": "epoch", "epoch": self.epoch, "at": self._opened_at, "pid": os.getpid(), "reason": reason}
 
 
 def read(path: Path) -> list[Entry]:
@@ -183,18 +161,6 @@ def _write(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(path.name + ".tmp")
 
 
 def _cannot(what: str, path: Path, error: OSError) -> DistBeliefError:

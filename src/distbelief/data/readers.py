@@ -199,7 +199,7 @@ class Readers:
             if not self._drain(reader) or _has_exited(reader):
                 # Once more: it may have answered after the last look and before its end, and that answer counts.
                 self._drain(reader)
-                self._mourn(reader)
+                self._report_death(reader)
         self._share_out()
 
     def _share_out(self) -> None:
@@ -233,7 +233,7 @@ class Readers:
             if order.wanted:
                 self._finished[order.key] = answer
 
-    def _mourn(self, reader: _Reader) -> None:
+    def _report_death(self, reader: _Reader) -> None:
         if not _has_exited(reader, wait_ms=2000):
             signal.pidfd_send_signal(reader.pidfd, signal.SIGKILL)
             ended, hint = "closed its connection", "the data set's code must not close files that it did not open"

@@ -19,7 +19,7 @@ from distbelief.control.sockets import dial, protect
 from distbelief.control.unreachable import reach, unanswered
 from distbelief.coordinator.client import whereabouts
 from distbelief.doctor import messages
-from distbelief.doctor.rules.clock import Exchange
+from distbelief.doctor.rules.clock import ClockSample
 from distbelief.errors import DistBeliefError
 
 ANSWER_S = 10.0
@@ -61,15 +61,15 @@ class Connection:
                     return messages.decode_from_leader(self._socket.recv_multipart()[-1])
         raise unanswered(self.endpoint, self._key, "the process")
 
-    def ask(self) -> tuple[RunFacts | messages.Gathering, list[Exchange]]:
+    def ask(self) -> tuple[RunFacts | messages.Gathering, list[ClockSample]]:
         """Ask for the other end's kind and clock, several times."""
-        exchanges = []
+        samples = []
         for number in range(EXCHANGES):
             asked = time.time()
             self.send(FactsAsked(number))
             answer = self._answer_to(number)
-            exchanges.append(Exchange(asked, answer.now, time.time()))
-        return answer, exchanges
+            samples.append(ClockSample(asked, answer.now, time.time()))
+        return answer, samples
 
     def _answer_to(self, number: int) -> RunFacts | messages.Gathering:
         while True:

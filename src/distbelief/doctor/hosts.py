@@ -21,7 +21,7 @@ from distbelief.doctor.connection import Connection, LeaderSocket, way_in
 from distbelief.doctor.links import MeasuringServer, measure
 from distbelief.doctor.rules import clock, compare
 from distbelief.doctor.rules import compare as ofrun
-from distbelief.doctor.rules.clock import Exchange, skew
+from distbelief.doctor.rules.clock import ClockSample, skew
 from distbelief.doctor.rules.report import Finding, Host, Link, Report, duration, ok, problem
 from distbelief.errors import DistBeliefError
 
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Visitor:
+class JoinedHost:
     """A host that has joined."""
 
     identity: bytes
@@ -55,7 +55,7 @@ class Leader:
     """The number of hosts, with this one."""
     wait_s: float
     say: Say
-    visitors: dict[bytes, Visitor] = field(default_factory=dict)
+    joined: dict[bytes, JoinedHost] = field(default_factory=dict)
     waiting: set[bytes] = field(default_factory=set)
     """Hosts that have asked to join and are examining themselves."""
 
@@ -75,7 +75,7 @@ class Leader:
 
     def _gather(self, me: Future[Host]) -> None:
         until, next_reminder = time.monotonic() + self.wait_s, 0.0
-        while not me.done() or (len(self.visitors) + 1 < self.expected and time.monotonic() < until):
+        while not me.done() or (len(self.joined) + 1 < self.expected and time.monotonic() < until):
             if time.monotonic() >= next_reminder:
                 next_reminder = time.monotonic() + REMIND_S
                 self._tell(self._gathering())
@@ -86,32 +86,32 @@ class Leader:
         if isinstance(message, FactsAsked):
             self.waiting.add(identity)
             self.socket.send(identity, self._gathering(message.number))
-        elif isinstance(message, messages.Arrived) and identity not in self.visitors:
-            name = _unlike(message.host.name, [self.name, *(visitor.name for visitor in self.visitors.values())])
+        elif isinstance(message, messages.Arrived) and identity not in self.joined:
+            name = _unlike(message.host.name, [self.name, *(other.name for other in self.joined.values())])
             message = changed(message, host=changed(message.host, name=name))
-            self.visitors[identity] = Visitor(identity, message)
+            self.joined[identity] = JoinedHost(identity, message)
             self.socket.send(identity, messages.Admitted(name))
-            self.say(f"{name} is here ({len(self.visitors) + 1} of {self.expected})")
+            self.say(f"{name} is here ({len(self.joined) + 1} of {self.expected})")
         elif isinstance(message, messages.Measured):
             return message.links
         return []
 
     def _gathering(self, number: int = -1) -> messages.Gathering:
-        return messages.Gathering(number, time.time(), len(self.visitors) + 1, self.expected)
+        return messages.Gathering(number, time.time(), len(self.joined) + 1, self.expected)
 
     def _tell(self, message: messages.FromLeader) -> None:
-        for identity in {*self.visitors, *self.waiting}:
+        for identity in {*self.joined, *self.waiting}:
             self.socket.send(identity, message)
 
     # --- measuring ---------------------------------------------------------------------------------------------------
 
     def _measure(self, mine: MeasuringServer) -> list[Link]:
-        names = [self.name, *(visitor.name for visitor in self.visitors.values())]
+        names = [self.name, *(other.name for other in self.joined.values())]
         addresses = [
             (mine.address, mine.token),
-            *((one.arrived.address, one.arrived.token) for one in self.visitors.values()),
+            *((one.arrived.address, one.arrived.token) for one in self.joined.values()),
         ]
-        identities = [b"", *self.visitors]
+        identities = [b"", *self.joined]
         found: list[Link] = []
         for number, pairs in enumerate(turns := compare.rounds(len(names)), 1):
             self.say(f"measuring, round {number} of {len(turns)}")
@@ -141,12 +141,12 @@ class Leader:
         return found + [Link(a, b, error=f"{a} has not answered for {ROUND_S:.0f} s") for a, b in awaited.values()]
 
     def _conclude(self, me: Host, links: list[Link]) -> Report:
-        visitors = sorted(self.visitors.values(), key=lambda visitor: visitor.name)
-        hosts = [me, *(visitor.arrived.host for visitor in visitors)]
+        joined = sorted(self.joined.values(), key=lambda other: other.name)
+        hosts = [me, *(other.arrived.host for other in joined)]
         shared: list[Finding] = [self._attendance(len(hosts))]
-        if visitors:
+        if joined:
             shared += compare.versions({host.name: host.facts for host in hosts})
-            shared.append(clock.judge({visitor.name: visitor.arrived.skew for visitor in visitors}, self.name))
+            shared.append(clock.judge({other.name: other.arrived.skew for other in joined}, self.name))
             shared += compare.links(links)
         return Report(hosts, shared, sorted(links, key=lambda link: (link.source, link.target)))
 
@@ -189,27 +189,27 @@ def join(where: str, key: Path | None, examine: Examine, say: Say) -> Report:
     try:
         endpoint, authority = way_in(where, key)
         with Connection(endpoint, authority) as line:
-            answer, exchanges = line.ask()
+            answer, samples = line.ask()
             host = examine()
             if isinstance(answer, messages.Gathering):
-                return _meet(line, exchanges, host, say)
+                return _meet(line, samples, host, say)
     except DistBeliefError as error:
         return Report([host or examine()], [problem("connection", error.message, error.hint)])
-    return Report([host], [connection(endpoint, exchanges), *ofrun.compare_with_run(answer, host, exchanges)])
+    return Report([host], [connection(endpoint, samples), *ofrun.compare_with_run(answer, host, samples)])
 
 
-def connection(endpoint: str, exchanges: Sequence[Exchange]) -> Finding:
-    trip = duration(skew(exchanges).round_trip_s)
+def connection(endpoint: str, samples: Sequence[ClockSample]) -> Finding:
+    trip = duration(skew(samples).round_trip_s)
     return ok(
         "connection",
         f"{endpoint} answers and has the same key; the route is {interface_to(endpoint)}, {trip} there and back",
     )
 
 
-def _meet(line: Connection, exchanges: Sequence[Exchange], host: Host, say: Say) -> Report:
+def _meet(line: Connection, samples: Sequence[ClockSample], host: Host, say: Say) -> Report:
     name, said = host.name, ""
     with MeasuringServer(own_address(line.endpoint)) as server:
-        line.send(messages.Arrived(host, skew(exchanges), server.address, server.token))
+        line.send(messages.Arrived(host, skew(samples), server.address, server.token))
         while True:
             message = line.hear(SILENT_S)
             match message:

@@ -52,29 +52,29 @@ class MeasuringServer:
     def _serve(self) -> None:
         while True:
             try:
-                visitor, _ = self._listener.accept()
+                peer, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            with visitor, contextlib.suppress(OSError):
-                visitor.settimeout(_TOKEN_S)
-                if hmac.compare_digest(_exactly(visitor, TOKEN_BYTES), self.token):
-                    visitor.settimeout(_LIMIT_S)
-                    _answer(visitor)
+            with peer, contextlib.suppress(OSError):
+                peer.settimeout(_TOKEN_S)
+                if hmac.compare_digest(_exactly(peer, TOKEN_BYTES), self.token):
+                    peer.settimeout(_LIMIT_S)
+                    _answer(peer)
 
 
-def _answer(visitor: socket.socket) -> None:
-    visitor.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    visitor.sendall(b"k")
+def _answer(peer: socket.socket) -> None:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.sendall(b"k")
     while True:
-        what, size = _ASK.unpack(_exactly(visitor, _ASK.size))
+        what, size = _ASK.unpack(_exactly(peer, _ASK.size))
         if size > MOST_BYTES:
             return
         if what == b"t":
-            _take(visitor, size)
+            _take(peer, size)
         if what == b"g":
-            _give(visitor, size)
+            _give(peer, size)
         else:
-            visitor.sendall(b"k")
+            peer.sendall(b"k")
 
 
 def measure(here: str, there: str, address: str, token: bytes) -> list[Link]:

@@ -18,8 +18,8 @@ import torch
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from distbelief.atomicfile import write_whole
-from distbelief.checkpoint.fit import differences, forms, misfit
 from distbelief.checkpoint.sources import Source, recorded_job
+from distbelief.checkpoint.tensorforms import differences, forms, misfit
 from distbelief.checkpoint.weights import persistent_tensors, save_tensors
 from distbelief.data.reading import Failure, Request, read
 from distbelief.data.sources import InMemory, as_source, seed_everything, split_batch

@@ -90,7 +90,7 @@ class Transfers:
         self.client.ask(
             [lambda ticket: Consult(ticket, CATALOGUE, self.me, after, list(keys), sealed, rank)],
             deadline or self.deadline("the service's catalogue did not answer"),
-            lambda letter: found.append(letter.message),
+            lambda framed: found.append(framed.message),
         )
         return found[0]
 
@@ -149,8 +149,8 @@ class Transfers:
 
             return made
 
-        def arrived(letter: Framed) -> None:
-            reply, one = letter.message, asked[letter.message.ticket]
+        def arrived(framed: Framed) -> None:
+            reply, one = framed.message, asked[framed.message.ticket]
             _require(reply.there, one.key)
             if reply.segment:
                 memory = self._buffers.values(one.key, one.slice, reply.segment)
@@ -159,7 +159,7 @@ class Transfers:
                 else:
                     one.part.copy_(memory.tensor(one.part.dtype, 0, one.part.numel()))
             elif one.part.numel():
-                one.part.copy_(torch.frombuffer(letter.payload, dtype=one.part.dtype))
+                one.part.copy_(torch.frombuffer(framed.payload, dtype=one.part.dtype))
 
         key = wanted[0].key if wanted else ""
         self.client.ask([question(one) for one in wanted], self.deadline(self._unanswered(key)), arrived)
@@ -186,10 +186,10 @@ class Transfers:
 
             return made
 
-        def arrived(letter: Framed) -> None:
-            _require(letter.message.there, key)
-            some = places[letter.message.ticket]
-            values = torch.frombuffer(letter.payload, dtype=torch.float32).view(len(some), -1)
+        def arrived(framed: Framed) -> None:
+            _require(framed.message.there, key)
+            some = places[framed.message.ticket]
+            values = torch.frombuffer(framed.payload, dtype=torch.float32).view(len(some), -1)
             out[some.to(out.device)] = values.to(out.device)
 
         questions = [asked(slice_, some) for slice_, some in self._by_slice(rows)]
@@ -215,7 +215,7 @@ class Transfers:
             self.client.ask(
                 [_rounds_of(self.me, key, number) for number in slices],
                 self.deadline(f"servers did not answer about '{key}'"),
-                lambda letter: found.append(letter.message.rounds),
+                lambda framed: found.append(framed.message.rounds),
             )
             self._rounds[key] = min(found, default=0)
         number = self._rounds[key]

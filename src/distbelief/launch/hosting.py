@@ -35,7 +35,7 @@ class StoreAddress:
     at: tuple[str, int] | None = None
 
 
-class Supervisor(Protocol):
+class HostingObserver(Protocol):
     """The owner of a `Hosting`, which receives its reports: the agent of the host."""
 
     def log(self, source: str) -> LogPipe:
@@ -54,7 +54,7 @@ class Hosting:
         host: str,
         authority: Authority,
         poll: PollLoop,
-        supervisor: Supervisor,
+        observer: HostingObserver,
         elsewhere: StoreAddress | None = None,
     ) -> None:
         """`elsewhere`: where torch's rendezvous store is, on another host. None: this host leads and has it."""
@@ -63,7 +63,7 @@ class Hosting:
         self._leads = elsewhere is None
         self._authority = authority
         self._poll = poll
-        self._supervisor = supervisor
+        self._observer = observer
         self._stack = contextlib.ExitStack()
         self._can_fork = False
         self._wanted: list[Member] = []
@@ -81,7 +81,7 @@ class Hosting:
         if launch.job.pickled:
             self._segments.put("job", launch.job.pickled)
         with signals_blocked(launch.placement.blocks_signals):
-            self._zygote = Zygote(supervisor.log("zygote"), launch.options.strategy)
+            self._zygote = Zygote(observer.log("zygote"), launch.options.strategy)
         self._stack.callback(self._zygote.close)
 
     def begin(self, address: str) -> None:
@@ -103,7 +103,7 @@ class Hosting:
             before = parcel.store_left_behind(self._launch.run_dir)
             port = before[1] if before and before[0] == host else 0
             credentials = self._authority.server(-1)  # a server without slices
-            self._store = (host, self._zygote.fork_store(host, port, credentials, self._supervisor.log("store")))
+            self._store = (host, self._zygote.fork_store(host, port, credentials, self._observer.log("store")))
         if self._leads and self._launch.takes_hosts:
             self._stack.callback(parcel.write(self._launch, self._authority.start, self._store).unlink, missing_ok=True)
         wanted, self._wanted = self._wanted, []
@@ -146,7 +146,7 @@ class Hosting:
 
     def _fork(self, role: Role, number: int) -> None:
         fork = self._zygote.fork_worker if role == "worker" else self._zygote.fork_server
-        pid, connection = fork(self._spec(role, number), self._supervisor.log(f"{role} {number}"))
+        pid, connection = fork(self._spec(role, number), self._observer.log(f"{role} {number}"))
         self._adopt((role, number), pid, connection)
 
     def _adopt(self, member: Member, pid: int, connection: socket.socket) -> None:
@@ -211,7 +211,7 @@ class Hosting:
                 self._alive
             ):  # forked members die with the zygote; manually started ones are told of the end of the run
                 self._exited({"event": "exited", "pid": pid, "status": -signal.SIGKILL})
-            self._supervisor.cannot_host()
+            self._observer.cannot_host()
             return
         self._exited(event)
 
@@ -224,7 +224,7 @@ class Hosting:
         self._exits[member] = int(event["status"])
         if role == "server":
             self._segments.drop_all(f"server {number}/")
-        self._supervisor.exited(role, number, self._exits[member])
+        self._observer.exited(role, number, self._exits[member])
 
     def _segment_request(self, connection: socket.socket) -> None:
         try:

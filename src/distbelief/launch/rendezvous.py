@@ -223,7 +223,7 @@ def split(where: str) -> tuple[str, int]:
 # --- in a folder ------------------------------------------------------------------------------------------------------
 
 
-FILE = "meeting.json"
+FILE = "rendezvous.json"
 _LOOK_S = 0.2
 
 

@@ -1,12 +1,24 @@
-"""Formats numbers and lines for people, in the same way for every view."""
+"""Formats numbers and lines for people, in the same way for every view; and numbers for JSON."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 WORTH_SAYING = 0.005
 """A smaller share of time is shown as 0 %."""
+
+
+def finite(value: Any) -> Any:
+    """The value for JSON, which has no NaN and no infinity: None (null) replaces them, also in a dict.
+
+    >>> finite(float("inf")), finite({"loss": float("nan"), "steps": 3})
+    (None, {'loss': None, 'steps': 3})
+    """
+    if isinstance(value, dict):
+        return {name: finite(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def number(value: float | None) -> str:

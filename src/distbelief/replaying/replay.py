@@ -130,22 +130,24 @@ def replay(asked: Asked, progress: Progress) -> Replayed:
     target = chosen_step(run, asked.step)
     with loaded_here(run) as loaded:
         _check(run, loaded, target, asked.shard)
-        way = _Way(run, loaded, target, hunting=asked.step is None and run.failure is not None, progress=progress)
-        way.go()
+        advance = _Advance(
+            run, loaded, target, hunting=asked.step is None and run.failure is not None, progress=progress
+        )
+        advance.go()
         progress.close()
-        step, replica = way.step, way.rebuilt.replica
+        step, replica = advance.step, advance.rebuilt.replica
         _check(run, loaded, step, asked.shard)
         stop_at = _debugged(run, loaded, step, asked) if asked.debug else None
-        inspection = inspect(loaded, replica, Question(step, asked.shard, stop_at, way.on_purpose))
+        inspection = inspect(loaded, replica, Question(step, asked.shard, stop_at, advance.on_purpose))
         result, error = _execute(replica, step) if inspection.error is None else (None, inspection.error)
         exact, recorded = is_exact(run), run.recorded(step)
         return Replayed(
             asked=asked,
             step=step,
-            start=way.start,
-            began_at=way.began_at,
-            differs_from=way.differs_from,
-            broke_state=way.broke_state,
+            start=advance.start,
+            began_at=advance.began_at,
+            differs_from=advance.differs_from,
+            broke_state=advance.broke_state,
             inspection=inspection,
             result=result,
             error=in_words(run, error) if error else None,
@@ -161,7 +163,7 @@ def replay(asked: Asked, progress: Progress) -> Replayed:
         )
 
 
-class _Way:
+class _Advance:
     """Executes the steps from the nearest checkpoint to the state before the requested step. When `hunting`, stops at
     the first step after which the state is not finite: the run failed later, but this step is the cause."""
 

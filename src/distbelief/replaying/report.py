@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -40,8 +39,8 @@ def as_json(found: Replayed) -> dict[str, Any]:
         "failed_at": found.failure.step if found.failure else None,
         "failure": found.failure.message if found.failure else None,
         "error": found.error.message if found.error else None,
-        "loss": _finite(found.result.loss if found.result else seen.loss),
-        "gradient_norm": _finite(seen.gradient_norm),
+        "loss": text.finite(found.result.loss if found.result else seen.loss),
+        "gradient_norm": text.finite(seen.gradient_norm),
         "clip_norm": found.clip_norm,
         "shards": [_shard(one) for one in seen.shards],
         "layers": [_layer(one) for one in seen.layers],
@@ -236,8 +235,8 @@ def _shard(one: ShardView) -> dict[str, Any]:
     return {
         "shard": one.shard,
         "samples": len(one.indices),
-        "loss": _finite(one.loss),
-        "gradient_norm": _finite(one.gradient_norm),
+        "loss": text.finite(one.loss),
+        "gradient_norm": text.finite(one.gradient_norm),
         "finite": one.finite,
         "seed": one.seed,
         "indices": list(one.indices),
@@ -250,12 +249,12 @@ def _layer(one: LayerView) -> dict[str, Any]:
     return {
         "layer": one.layer,
         "kind": one.kind,
-        "gradient_norm": _finite(one.gradient_norm),
+        "gradient_norm": text.finite(one.gradient_norm),
         "non_finite": one.count.nan + one.count.infinite,
         "parameters": [
             {
                 "name": part.name,
-                "gradient_norm": _finite(part.gradient_norm),
+                "gradient_norm": text.finite(part.gradient_norm),
                 "non_finite": part.count.nan + part.count.infinite,
             }
             for part in one.parameters
@@ -278,10 +277,6 @@ def _finding(one: Finding) -> dict[str, Any]:
 
 def _message(error: Exception) -> str:
     return error.message if isinstance(error, DistBeliefError) else f"{type(error).__name__}: {error}"
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 # --- progress -----------------------------------------------------------------------------------------------------

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 Fetch = Callable[[int, int, int], tuple[Any, int]]
 """(step, first shard, end shard) -> the batch of these shards together, and its number of samples."""
 
+REMEMBERED = 1024
+"""Number of steps (or batches) whose results are kept: many more than are committed between two heartbeats."""
+
 
 class Division(Protocol):
     """How one step is divided into units of work for the members."""

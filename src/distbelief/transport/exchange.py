@@ -42,6 +42,12 @@ class Tile:
         return self.numel * self.dtype.itemsize
 
 
+def tile_views(memory: Memory, tiles: Sequence[Tile], layout_at: int = 0) -> list[torch.Tensor]:
+    """The tiles as views of `memory`, in which the layout begins at the byte `layout_at` (below 0: before the memory,
+    which then holds the last tiles only)."""
+    return [memory.tensor(tile.dtype, layout_at + tile.offset_bytes, tile.numel) for tile in tiles]
+
+
 @dataclass(frozen=True)
 class Source:
     """The place of one partial sum of the step."""

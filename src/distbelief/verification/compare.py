@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from distbelief.checkpoint.fit import differences, forms, misfit
+from distbelief.checkpoint.tensorforms import differences, forms, misfit
 
 TOLERANCE_FP32 = 1e-4
 """Rounding is 6e-8 per operation. Measured after 50 steps: runs that add in another order differ by 1e-7 to 1e-5, and

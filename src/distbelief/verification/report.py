@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, TextIO
 
 from distbelief.observe import text
@@ -18,14 +17,14 @@ def as_json(plan: Plan, found: Comparison) -> dict[str, Any]:
     """JSON has no infinity: null also stands for a difference between a number and none."""
     return {
         "verdict": found.verdict,
-        "max_difference": _finite(found.max_difference),
+        "max_difference": text.finite(found.max_difference),
         "first_step": found.first_step,
         "strategy": plan.strategy,
         "against": plan.against,
         "workers": plan.workers,
         "steps": found.steps,
         "tolerance": found.tolerance,
-        "differences": {one.name: _finite(one.largest) for one in found.differences[:WORST]},
+        "differences": {one.name: text.finite(one.largest) for one in found.differences[:WORST]},
         "beyond_tolerance": sum(one.relative > found.tolerance for one in found.differences),
         "noisy": found.noisy,
     }
@@ -95,7 +94,3 @@ def _table(found: Comparison) -> list[str]:
 def _row(one: Difference) -> tuple[str, ...]:
     row = (one.name, f"{one.largest:.3g}", f"{one.relative:.3g}")
     return row if one.noise is None else (*row, f"{one.noise:.3g}")
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

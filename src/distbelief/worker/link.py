@@ -85,7 +85,7 @@ class ControlLink:
         self._signer = credential.signer()
         self._state = WorkerState(credential.number)
         self._abort = Abort()  # of the newest generation
-        self._story: dict[type, Event] = {}
+        self._last_events: dict[type, Event] = {}
         self._outbox: SimpleQueue[_Item] = SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
@@ -176,8 +176,8 @@ class ControlLink:
                 item.set()
             else:
                 self._beat(socket)  # reports from before this event go first
-                self._story.pop(type(item), None)  # keep the order of the last sends
-                self._story[type(item)] = item
+                self._last_events.pop(type(item), None)  # keep the order of the last sends
+                self._last_events[type(item)] = item
                 self._send(socket, item)
         return True
 
@@ -224,7 +224,7 @@ class ControlLink:
                 case AbortStep(reason):
                     self._abort.set(reason)
                 case TellAgain(reported):
-                    said += self._story.values()
+                    said += self._last_events.values()
                     self.progress.recall(reported)
                 case Save():
                     self.progress.save(action)
@@ -238,7 +238,7 @@ class ControlLink:
                 case _:
                     self.actions.put((action, self._abort))
             if isinstance(action, Leave):
-                threading.Thread(target=_insist, daemon=True).start()
+                threading.Thread(target=_exit_after_grace, daemon=True).start()
         return said
 
     def _send(self, socket: zmq.Socket[bytes], event: Event) -> None:
@@ -249,7 +249,7 @@ class ControlLink:
             socket.send_multipart([self._signer.sign(message), message], zmq.NOBLOCK)
 
 
-def _insist() -> None:
+def _exit_after_grace() -> None:
     """End the process: the run is over, and a training thread in user code cannot be interrupted."""
     time.sleep(GRACE_S)
     os._exit(0)

@@ -27,7 +27,7 @@ HEARD_AFTER_S = 2.0
 
 class DataPosition(msgspec.Struct, frozen=True):
     """The manifest's `data`: the committed step is the only cursor; `history` and `note` are results not reported
-    yet."""
+    yet. A run takes its step from the manifest itself; `next_step` marks a checkpoint that a run wrote."""
 
     next_step: int
     history: tuple[Applied, ...] = ()

@@ -216,7 +216,7 @@ class Saver:
         snapshot.copying.finish()
         started = time.perf_counter()
         try:
-            record = self._insist(snapshot)
+            record = self._write_with_retries(snapshot)
         finally:
             self._memory.give_back(snapshot.memory)
         if record is None:
@@ -230,7 +230,7 @@ class Saver:
         self._under_way.discard(snapshot.step)
         self._tell(news)
 
-    def _insist(self, snapshot: _Snapshot) -> PartRecord | None:
+    def _write_with_retries(self, snapshot: _Snapshot) -> PartRecord | None:
         """Write the snapshot, with retries. None: it is no longer needed."""
         tries, pause_s, looking_s = 0, RETRY_S, LOOKING_S
         while True:

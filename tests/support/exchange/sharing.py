@@ -14,7 +14,8 @@ import torch
 from distbelief.errors import NotEnoughMemory
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.shm.futexflags import FutexFlags, flag_row_bytes
-from distbelief.transport.shm.segment import Segment, SegmentClient
+from distbelief.transport.shm.memfd import allocate
+from distbelief.transport.shm.segment import SegmentClient
 
 
 def write_then_die(segments: SegmentClient) -> None:
@@ -43,7 +44,7 @@ def allocate_under_a_limit(segments: SegmentClient) -> tuple[str, int]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     before = len(os.listdir("/proc/self/fd"))
     try:
-        Segment.create(1 << 21, "too much")
+        allocate(1 << 21, "too much")
     except NotEnoughMemory as error:
         return error.message, len(os.listdir("/proc/self/fd")) - before
     return "", 0

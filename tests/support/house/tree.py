@@ -47,6 +47,16 @@ class Module:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node.lineno, node.name
 
+    def variables(self) -> Iterator[tuple[int, str]]:
+        """(line, name) of each assigned variable and attribute, and of each parameter."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.arg):
+                yield node.lineno, node.arg
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.lineno, node.id
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                yield node.lineno, node.attr
+
 
 @dataclass(frozen=True)
 class Tree:

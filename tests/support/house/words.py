@@ -22,12 +22,14 @@ NAMES = {
     "letters": "frames",
     "meetingplace": "rendezvous server",
     "meeting": "rendezvous",
+    "meetings": "rendezvous",
     "seals": "signatures",
     "stranger": "unauthenticated connection",
     "strangers": "unauthenticated connections",
     "warden": "supervisor",
 }
-"""Parts of names of modules, classes and functions (`CardsAndBadges` has the part badges), and what to write."""
+"""Parts of names of modules, classes, functions, parameters, variables and attributes (`CardsAndBadges` has the part
+badges), and what to write."""
 
 WHOLE_NAMES = {"words": "futex flags (shared memory) or messages", "part": "which part: of a checkpoint, of a model"}
 """Refused as the whole name of a module or class."""
@@ -62,14 +64,17 @@ def parts_of(name: str) -> list[str]:
 
 
 def refused_names(tree: Tree) -> Iterator[str]:
-    """Modules, classes and functions with a refused name, as `path:line: name (what to write)`."""
+    """Modules, classes, functions, parameters, variables and attributes with a refused name, as `path:line: name (what
+    to write)`."""
     for module in tree.modules.values():
         where = module.path.relative_to(tree.package.parent.parent)
         stems = [(1, module.path.parent.name if module.path.name == "__init__.py" else module.path.stem)]
-        for line, name in [*stems, *module.definitions()]:
+        definitions = [*stems, *module.definitions()]
+        for line, name in [*definitions, *module.variables()]:
             for part in parts_of(name):
                 if part in NAMES:
                     yield f"{where}:{line}: {name} ({NAMES[part]})"
+        for line, name in definitions:
             if name.lower() in WHOLE_NAMES and (name[0].isupper() or line == 1):
                 yield f"{where}:{line}: {name} ({WHOLE_NAMES[name.lower()]})"
 

@@ -290,7 +290,7 @@ class World:
             while any(self.links.values()):
                 self.deliver()
             self.remind()
-            if self.placed.settled:
+            if set(self.placed.recruits) <= {placement.NONE}:
                 break
         while any(self.links.values()):
             self.deliver()

@@ -189,15 +189,15 @@ def test_one_broken_element_among_many_is_seen_at_the_other_end(text: str, odd: 
 
 
 @pytest.mark.parametrize(("text", "least"), [("bf16", 2.0), ("int8", 3.98), ("topk=0.01", 49.9), ("topk=0.001", 499)])
-def test_the_ratio_is_that_of_the_bytes(text: str, least: float) -> None:
+def test_frames_are_smaller_than_the_vector_by_the_method_s_factor(text: str, least: float) -> None:
     sent = codec_of(text).encode(some(1 << 17))
-    assert sent.ratio == pytest.approx((4 << 17) / sum(f.numel() * f.element_size() for f in sent.frames))
-    assert least <= sent.ratio <= least * 1.01
+    assert sent.size_bytes == sum(f.numel() * f.element_size() for f in sent.frames)
+    assert least <= (4 << 17) / sent.size_bytes <= least * 1.01
 
 
-def test_a_message_of_nothing_has_a_ratio_too() -> None:
-    assert TopK(0.01).encode(torch.zeros(100)).ratio == math.inf
-    assert TopK(0.01).encode(torch.zeros(0)).ratio == 1.0
+def test_a_vector_of_zeros_has_empty_frames() -> None:
+    assert TopK(0.01).encode(torch.zeros(100)).size_bytes == 0
+    assert TopK(0.01).encode(torch.zeros(0)).size_bytes == 0
 
 
 def test_empty_frames_may_come_from_anywhere() -> None:

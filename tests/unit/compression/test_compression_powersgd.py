@@ -30,6 +30,14 @@ def gradients(seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=random) for shape in SHAPES]
 
 
+def state_of(method: PowerSGD, shapes: list[tuple[int, ...]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Residuals and queries in memory of the test's, before the first step."""
+    residuals = [torch.zeros(shapes[at]) for at in method.compressed]
+    queries = [start.clone() for start in method.starts]
+    method.keep_in(residuals, queries)
+    return residuals, queries
+
+
 def together(members: list[Callable[[Callable[[Tensor], Tensor]], list[Tensor]]]) -> list[list[Tensor]]:
     """Run members in threads that meet at every sum, added in the order of the members."""
     size = len(members)
@@ -98,10 +106,11 @@ def test_nothing_at_all_can_be_summed() -> None:
 def test_a_warm_start_finds_the_strongest_directions() -> None:
     gradient = matrix(60, 80, 2) + 0.01 * matrix(60, 80, 60, seed=3)
     method = PowerSGD([(60, 80)], 2, seed=0)
+    (residual,), _ = state_of(method, [(60, 80)])
     best = torch.linalg.svdvals(gradient)[2:].norm()
     errors = []
     for _ in range(6):
-        method.load({name: value for name, value in method.state().items() if name.startswith("query")})
+        residual.zero_()
         (got,) = method.reduce([gradient], alone)
         errors.append(float((gradient - got).norm()))
     assert errors[-1] <= errors[0]
@@ -111,16 +120,12 @@ def test_a_warm_start_finds_the_strongest_directions() -> None:
 def test_over_many_steps_all_of_it_is_sent() -> None:
     gradient = matrix(30, 40, 30)
     method = PowerSGD([(30, 40)], 2, seed=0)
+    (residual,), _ = state_of(method, [(30, 40)])
     total, steps = torch.zeros(30, 40), 300
     for _ in range(steps):
         total += method.reduce([gradient], alone)[0]
     assert float((total / steps - gradient).norm() / gradient.norm()) < 0.1
-    rest = [torch.zeros(30, 40)]
-    method.release(rest)
-    torch.testing.assert_close(total + rest[0], gradient * steps, rtol=1e-3, atol=0.05)
-    again = [torch.zeros(30, 40)]
-    method.release(again)
-    assert not again[0].any()
+    torch.testing.assert_close(total + residual, gradient * steps, rtol=1e-3, atol=0.05)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -128,12 +133,12 @@ def test_members_get_the_same_bits_and_the_sum_of_all(size: int) -> None:
     def member(rank: int) -> Callable[[Callable[[Tensor], Tensor]], list[Tensor]]:
         def steps(all_sum: Callable[[Tensor], Tensor]) -> list[Tensor]:
             method = PowerSGD(SHAPES, 2, seed=7)
+            residuals, _ = state_of(method, SHAPES)
             got: list[Tensor] = []
             for step in range(5):
                 got += [g.clone() for g in method.reduce(gradients(100 * step + rank), all_sum)]
-            left = [torch.zeros(shape) for shape in SHAPES]
-            method.release(left)
-            return got + left
+            left = dict(zip(method.compressed, residuals, strict=True))
+            return got + [left.get(at, torch.zeros(shape)) for at, shape in enumerate(SHAPES)]
 
         return steps
 
@@ -208,30 +213,19 @@ def test_rows_become_orthonormal_whatever_they_were(rows: Tensor) -> None:
 
 def test_a_run_goes_on_from_saved_state_with_the_same_bits() -> None:
     one, before, after = (PowerSGD(SHAPES, 2, seed=5) for _ in range(3))
+    wanted_state, kept = state_of(one, SHAPES), state_of(before, SHAPES)
     for step in range(3):
         one.reduce(gradients(step), alone)
         before.reduce(gradients(step), alone)
-    saved = before.state()
+    saved = [[value.clone() for value in values] for values in kept]
     before.reduce(gradients(9), alone)
     after.reduce(gradients(8), alone)
-    after.load(saved)
+    after.keep_in(*saved)
     for step in range(3, 6):
         wanted, got = one.reduce(gradients(step), alone), after.reduce(gradients(step), alone)
         assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(one.state().values(), after.state().values(), strict=True))
-
-
-def test_a_newcomer_needs_the_directions_and_has_no_residuals() -> None:
-    method, newcomer = PowerSGD(SHAPES, 2, seed=5), PowerSGD(SHAPES, 2, seed=6)
-    method.reduce(gradients(0), alone)
-    newcomer.reduce(gradients(1), alone)
-    newcomer.load({name: value for name, value in method.state().items() if name.startswith("query")})
-    for name, value in newcomer.state().items():
-        assert not value.any() if name.startswith("residual") else torch.equal(value, method.state()[name])
-    with pytest.raises(DistBeliefError, match="does not fit parameter 0"):
-        newcomer.load(PowerSGD(SHAPES, 1, seed=5).state())
-    with pytest.raises(DistBeliefError, match="does not fit"):
-        newcomer.load({})
+    for values, others in zip(wanted_state, saved, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True))
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(50, 71), torch.zeros(50, 70).double()])
@@ -264,6 +258,7 @@ def test_training_gets_there() -> None:
 def test_gradients_on_a_device_have_the_sums_of_those_on_the_host() -> None:
     """The host's memory stands in for a device's: the factors still travel in memory of their own."""
     host, device = (LowRank(2).over(SHAPES, seed=3, device=one) for one in (None, torch.device("cpu")))
+    states = [state_of(power, SHAPES) for power in (host, device)]
     for step in range(4):
         given = gradients(step)
         if step == 2:
@@ -271,5 +266,5 @@ def test_gradients_on_a_device_have_the_sums_of_those_on_the_host() -> None:
         sums = [power.reduce(given, lambda vector: vector * 2) for power in (host, device)]
         for one, two in zip(*sums, strict=True):
             assert torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
-    kept, also = host.state(), device.state()
-    assert all(torch.equal(kept[name], also[name]) for name in kept)
+    for values, others in zip(*states, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True))

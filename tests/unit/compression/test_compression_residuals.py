@@ -10,9 +10,9 @@ from distbelief.transport.shm.segment import Segment
 
 def step(residuals: Residuals, number: int, value: float) -> None:
     residuals.begin(number)
-    residuals.wrote()
+    residuals.mark_nonzero()
     residuals.after.fill_(value)
-    residuals.written()
+    residuals.mark_complete()
 
 
 def test_a_step_that_is_taken_again_finds_what_it_found() -> None:
@@ -59,13 +59,13 @@ def test_a_member_that_was_away_begins_with_none() -> None:
 def test_what_is_released_is_gone_and_what_lies_further_stays() -> None:
     residuals = Residuals({}, 4, further=2)
     residuals.begin(0)
-    residuals.wrote()
+    residuals.mark_nonzero()
     residuals.after.copy_(torch.arange(6.0))
-    residuals.written()
+    residuals.mark_complete()
     for number, there in [(1, True), (2, False), (3, False)]:
         residuals.begin(number)
         assert residuals.release() is there
-        residuals.written()
+        residuals.mark_complete()
         assert residuals.after.tolist() == [0.0] * 4 + [4.0, 5.0]
 
 
@@ -74,7 +74,7 @@ def test_what_was_released_and_not_used_is_kept() -> None:
     step(residuals, 0, 3.0)
     residuals.begin(1)
     residuals.release()
-    residuals.written()
+    residuals.mark_complete()
     residuals.keep(slice(1, 3))
     residuals.begin(2)
     assert residuals.before.tolist() == [0.0, 3.0, 3.0, 0.0]

@@ -109,46 +109,12 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
         "except DistBeliefError as error:\n    print(error.message, '|', error.hint); sys.exit(9)\n"
     )
     attempt = [sys.executable, "-c", script, str(path)]
-    with Journal.open(path) as journal:
-        journal.compact(ENTRIES)  # the lock must outlive the file it guards
+    with Journal.open(path):
         done = subprocess.run(attempt, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 9, done.stderr
         assert "another coordinator is running this run" in done.stdout
         assert "--run-dir" in done.stdout
     assert subprocess.run(attempt, timeout=300, check=False).returncode == 0
-
-
-def test_compaction_replaces_all_and_keeps_the_epoch(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    written(path)
-    with Journal.open(path) as journal:
-        journal.compact([*journal.replayed[-1:], {"kind": "epoch", "epoch": 1}])
-        journal.append({"kind": "later", "reason": "x"})
-        assert [entry["kind"] for entry in j.read(path)] == ["epoch", "generation", "later"]
-    with Journal.open(path) as journal:
-        assert journal.epoch == 3
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["journal.jsonl", "journal.jsonl.lock"]
-
-
-def test_a_compaction_that_fails_leaves_the_old_journal(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    with Journal.open(path) as journal:
-        journal.append(ENTRIES[0])
-        before = path.read_bytes()
-        with pytest.raises(TypeError):
-            journal.compact([ENTRIES[1], {"kind": "bad", "value": object()}])
-        assert path.read_bytes() == before
-        journal.append(ENTRIES[1])
-        assert decisions(j.read(path)) == ENTRIES[:2]
-
-
-def test_a_compaction_cut_short_by_a_crash_leaves_the_old_journal(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    written(path)
-    (tmp_path / "journal.jsonl.tmp").write_bytes(b'{"kind":"half')
-    with Journal.open(path) as journal:
-        assert decisions(journal.replayed) == ENTRIES
-    assert not (tmp_path / "journal.jsonl.tmp").exists()
 
 
 def test_a_full_disk_raises_and_leaves_the_journal_readable(tmp_path: Path) -> None:
@@ -179,7 +145,7 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with Journal.open(path) as journal:
-            journal.compact(ENTRIES)
+            journal.append(ENTRIES[0])
             with pytest.raises(DistBeliefError):
                 Journal.open(path)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from distbelief.control.commands import RunFacts
 from distbelief.doctor.rules import clock, compare, report
 from distbelief.doctor.rules import compare as ofrun
-from distbelief.doctor.rules.clock import Exchange, Skew, skew
+from distbelief.doctor.rules.clock import ClockSample, Skew, skew
 from distbelief.doctor.rules.report import Finding, Host, Link, Report, ok, problem
 
 FACTS = {"torch": "2.13.0", "python": "3.12.1", "instruction_set": "x86_64 AVX512", "MKL-DNN": "default"}
@@ -27,7 +27,7 @@ RUN = RunFacts(
     software={"distbelief": "1", "python": "3.12.4"},
     facts={**{k: v for k, v in FACTS.items() if k != "python"}, "threads": "4", "device": "cpu", "optimizer": "SGD"},
 )
-IN_STEP = [Exchange(0.0, 0.0, 0.0)]
+IN_STEP = [ClockSample(0.0, 0.0, 0.0)]
 
 
 def here(**facts: str) -> Host:
@@ -42,11 +42,11 @@ def here(**facts: str) -> Host:
     st.lists(st.tuples(st.floats(1e-5, 1), st.floats(1e-5, 1)), min_size=1, max_size=8),
 )
 def test_the_difference_of_clocks_is_as_close_as_it_says(ahead_s: float, trips: list[tuple[float, float]]) -> None:
-    exchanges, now = [], 1e6
+    samples, now = [], 1e6
     for there_s, back_s in trips:
-        exchanges.append(Exchange(now + ahead_s, now + there_s, now + there_s + back_s + ahead_s))
+        samples.append(ClockSample(now + ahead_s, now + there_s, now + there_s + back_s + ahead_s))
         now += 2
-    found = skew(exchanges)
+    found = skew(samples)
     assert abs(found.ahead_s - ahead_s) <= found.within_s + 1e-6
     assert found.round_trip_s <= min(sum(trip) for trip in trips) + 1e-6
 

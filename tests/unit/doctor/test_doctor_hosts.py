@@ -130,8 +130,8 @@ def test_a_member_that_dies_while_it_measures(key: Path, monkeypatch: pytest.Mon
         with MeasuringServer("127.0.0.2") as server:
             pass  # nobody is behind it any more
         with Connection(endpoint, authority) as mine:
-            _, exchanges = mine.ask()
-            mine.send(messages.Arrived(host("dead")(), skew(exchanges), server.address, server.token))
+            _, samples = mine.ask()
+            mine.send(messages.Arrived(host("dead")(), skew(samples), server.address, server.token))
             report = result()
         assert alive.result() == report
     broken = {(link.source, link.target) for link in report.links if link.error}

@@ -24,8 +24,12 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def made(size_bytes: int, label: str = "made for a test") -> Segment:
+    return Segment(allocate(size_bytes, label), size_bytes)
+
+
 def test_a_new_segment_is_zero_and_its_views_share_it() -> None:
-    segment = Segment.create(4096)
+    segment = made(4096)
     assert not any(segment.view(0, 4096))
     segment.tensor(torch.float32, 64, 2).copy_(torch.tensor([1.0, -2.0]))
     segment.tensor(torch.bfloat16, 128, 1).fill_(1.0)
@@ -35,7 +39,7 @@ def test_a_new_segment_is_zero_and_its_views_share_it() -> None:
     assert segment.tensor(torch.int64, 4088, 1).item() == 7
 
 
-@pytest.mark.parametrize("make", [Segment.create, Segment.private])
+@pytest.mark.parametrize("make", [made, Segment.private])
 def test_a_segment_may_be_empty(make: type[Segment]) -> None:
     segment = make(0)
     assert segment.size_bytes == 0
@@ -43,7 +47,7 @@ def test_a_segment_may_be_empty(make: type[Segment]) -> None:
 
 
 def test_a_tensor_keeps_the_memory_of_a_segment_that_is_let_go() -> None:
-    segment = Segment.create(1 << 20, "let go")
+    segment = made(1 << 20, "let go")
     tensor = segment.tensor(torch.float32, 0, 1 << 18)
     del segment
     gc.collect()
@@ -51,7 +55,7 @@ def test_a_tensor_keeps_the_memory_of_a_segment_that_is_let_go() -> None:
 
 
 def test_another_process_maps_the_same_memory() -> None:
-    segment = Segment.create(4096)
+    segment = made(4096)
     pid = os.fork()
     if pid == 0:
         Segment(os.dup(segment.fd), 4096).buffer[100:103] = b"abc"
@@ -62,7 +66,7 @@ def test_another_process_maps_the_same_memory() -> None:
 
 def test_a_descriptor_travels_over_a_socket() -> None:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    original = Segment.create(64)
+    original = made(64)
     send_message(here, {"size_bytes": 64, "name": "x"}, [original.fd])
     send_message(here, {"second": True})
     header, (fd,) = receive_message(there)
@@ -89,7 +93,7 @@ def test_a_header_over_the_limit_is_refused_before_it_is_sent() -> None:
 def test_too_large_a_segment_is_refused_with_both_figures_and_leaves_nothing() -> None:
     before = descriptors()
     with pytest.raises(NotEnoughMemory) as caught:
-        Segment.create(1 << 50, "generation 1/slot/0.0")
+        made(1 << 50, "generation 1/slot/0.0")
     assert "generation 1/slot/0.0" in caught.value.message
     figures = re.search(r"([\d.]+) GiB\D+([\d.]+) GiB", caught.value.message)
     assert figures
@@ -118,7 +122,7 @@ def test_pages_are_there_when_a_segment_is_made() -> None:
 
 def test_nothing_is_left_of_a_segment_that_nobody_uses() -> None:
     names, before = sorted(os.listdir("/dev/shm")), descriptors()
-    segment = Segment.create(1 << 20, "distbelief-leftover-test")
+    segment = made(1 << 20, "distbelief-leftover-test")
     tensor = segment.tensor(torch.float32, 0, 16).fill_(1.0)
     assert "distbelief-leftover-test" in Path("/proc/self/maps").read_text()
     assert sorted(os.listdir("/dev/shm")) == names

@@ -36,7 +36,7 @@ class CompressedExchange(TorchExchange, ABC):
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         rank: int,
         geometry: Geometry,
         abort: Abort,
@@ -48,7 +48,7 @@ class CompressedExchange(TorchExchange, ABC):
         gradients; None: the host."""
         assert geometry.compression is not None
         self.compression: Compression = geometry.compression
-        super().__init__(meeting, rank, geometry, abort, memory)
+        super().__init__(rendezvous, rank, geometry, abort, memory)
         elements = geometry.slot_bytes // 4
         self.accelerator = on
         self.slots: Sequence[Memory] = self._slots
@@ -75,7 +75,7 @@ class CompressedExchange(TorchExchange, ABC):
         self.releasing = False
         self._released: dict[int, torch.Tensor] = {}
         self._codec_s = self._wire_s = 0.0
-        self._bill = lru_cache(maxsize=16)(self._reckon)
+        self._step_bytes = lru_cache(maxsize=16)(self._count_step_bytes)
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -97,7 +97,7 @@ class CompressedExchange(TorchExchange, ABC):
         self._codec_s = self._wire_s = 0.0
         self.releasing = False
         if self.packing:
-            self.residuals.wrote()
+            self.residuals.mark_nonzero()
         elif self._sources:
             self.releasing = self.residuals.release()
         else:
@@ -127,7 +127,7 @@ class CompressedExchange(TorchExchange, ABC):
     def share(self, contribution: Contribution, meanwhile: Callable[[], bool] = lambda: False) -> AllContributions:
         if not self.packing or self._whole_when_shared:
             # The sums that this member owns are not encoded yet; but no member can apply the step before they are.
-            self.residuals.written()
+            self.residuals.mark_complete()
         return super().share(contribution, meanwhile)
 
     def _control_number(self) -> int:
@@ -170,14 +170,14 @@ class CompressedExchange(TorchExchange, ABC):
         return self.rank == 0 and self.size > 1 and not self.compression.always
 
     def _measure(self) -> None:
-        wire, plain = self._bill(self._senders, self.packing)
+        wire, plain = self._step_bytes(self._senders, self.packing)
         self.residuals.count(wire, plain)
         if not self._measures:
             return
         codec_s: float | None = self._codec_s if self.packing else None
         if self.switch.probe_due:
             codec_s = self._probe()
-        encoded = self._bill(self._senders, True)[0]
+        encoded = self._step_bytes(self._senders, True)[0]
         was_on = self.switch.on
         self.switch = self.switch.after(
             Message(plain // self.size, self._timed_bytes(), self._wire_s, codec_s, encoded // self.size)
@@ -185,7 +185,7 @@ class CompressedExchange(TorchExchange, ABC):
         if self.switch.on != was_on:
             self.news.append(self.switch.why)
 
-    def _reckon(self, senders: frozenset[int], packing: bool) -> tuple[int, int]:
+    def _count_step_bytes(self, senders: frozenset[int], packing: bool) -> tuple[int, int]:
         """(bytes, bytes uncompressed) that all members together send in a step, given the ranks that send partial
         sums."""
         plain = packed_plain = 0

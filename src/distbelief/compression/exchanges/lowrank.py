@@ -29,7 +29,7 @@ class LowRankSums(CompressedExchange):
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         rank: int,
         geometry: Geometry,
         abort: Abort,
@@ -48,7 +48,7 @@ class LowRankSums(CompressedExchange):
         for at, shape in self._power.compressed.items():
             self._factors[at] = slice(end, end + shape[0] * shape[1]), shape
             end = -(-(end + shape[0] * shape[1]) // _ALIGNED) * _ALIGNED
-        super().__init__(meeting, rank, geometry, abort, memory, end - geometry.slot_bytes // 4, on)
+        super().__init__(rendezvous, rank, geometry, abort, memory, end - geometry.slot_bytes // 4, on)
         flat = [self.totals, *self.slots]
         self._gradients = [[_view(one, place.part, place.shape) for place in self._places] for one in flat]
         """Views of the gradients: first of the sums, then of each slot."""
@@ -97,7 +97,7 @@ class LowRankSums(CompressedExchange):
             out.copy_(total)
         if self._measures:
             self._codec_s = self._now() - started - self._wire_s
-        self.residuals.written()
+        self.residuals.mark_complete()
 
     def _mine_of_step(self) -> list[torch.Tensor]:
         slots = [self._gradients[1 + source.slot] for source in self._sources]

@@ -55,7 +55,7 @@ class CodedStretches(CodedTiles):
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         rank: int,
         geometry: Geometry,
         abort: Abort,
@@ -63,7 +63,7 @@ class CodedStretches(CodedTiles):
         memory: dict[str, Segment] | None,
         on: Accelerator,
     ) -> None:
-        super().__init__(meeting, rank, geometry, abort, codec, memory, on)
+        super().__init__(rendezvous, rank, geometry, abort, codec, memory, on)
         self._watch = Stopwatch(on.device)
         length = self._encoded_sums.numel()
         self._code = torch.zeros(length, dtype=torch.uint8, device=on.device)

@@ -30,14 +30,14 @@ class CodedParts(TorchExchange):
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         rank: int,
         geometry: Geometry,
         abort: Abort,
         memory: dict[str, Segment] | None = None,
     ) -> None:
         assert geometry.compression is not None
-        super().__init__(meeting, rank, geometry, abort, memory)
+        super().__init__(rendezvous, rank, geometry, abort, memory)
         self.coding = PartsCoding(geometry.compression.method, geometry.compression.places)
         self._coded = geometry.compression.tiles
         self._plain = [tile for tile in self.tiles if tile not in self._coded]
@@ -127,7 +127,7 @@ class CodedParts(TorchExchange):
     def _longest(self) -> int:
         return max((part.rest.stop - part.rest.start for part in self.coding.parts), default=0)
 
-    def bill(self, apart: Sequence[Source], together: Sequence[Source]) -> tuple[int, int]:
+    def traffic_bytes(self, apart: Sequence[Source], together: Sequence[Source]) -> tuple[int, int]:
         """(bytes that all members send of the encoded partial sums `apart`, bytes of `together` uncompressed)."""
         coded = min(self._to_everybody_bytes(apart), self._through_adders_bytes(apart))
         return coded + self._through_owners(apart, self._plain), self._through_owners(together, self.tiles)

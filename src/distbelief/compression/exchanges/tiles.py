@@ -31,7 +31,7 @@ class CodedTiles(CompressedExchange):
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         rank: int,
         geometry: Geometry,
         abort: Abort,
@@ -39,7 +39,7 @@ class CodedTiles(CompressedExchange):
         memory: dict[str, Segment] | None = None,
         on: Accelerator | None = None,
     ) -> None:
-        super().__init__(meeting, rank, geometry, abort, memory, on=on)
+        super().__init__(rendezvous, rank, geometry, abort, memory, on=on)
         self._coding = SumCoding(codec)
         self._sizes = {tile: block.size_bytes(codec, geometry.tiles[tile].numel) for tile in self._packed}
         self._starts: dict[int, int] = {}

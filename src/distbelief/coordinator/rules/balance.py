@@ -135,18 +135,14 @@ class _Estimates:
 
 
 def propose(
-    ranges: Sequence[Range],
-    members: Sequence[int],
-    speeds: Speeds,
-    min_gain: float = MIN_GAIN,
-    min_shards: int = MIN_SHARDS,
+    ranges: Sequence[Range], members: Sequence[int], speeds: Speeds, min_gain: float = MIN_GAIN
 ) -> list[Range] | None:
     """A better assignment than `ranges` (both in rank order), or None when moving shards does not pay.
 
-    It does not pay when a member has not computed `min_shards` in this generation or is not measured yet, when the
+    It does not pay when a member has not computed `MIN_SHARDS` in this generation or is not measured yet, when the
     step's predicted time falls by less than `min_gain`, or when the errors of the estimates could explain the gain.
     """
-    estimates = _estimates(ranges, members, speeds, min_shards)
+    estimates = _estimates(ranges, members, speeds, MIN_SHARDS)
     if estimates is None:
         return None
     better = fastest(ranges, estimates.shard_s)

@@ -16,7 +16,7 @@ MOST_S = 1.0
 """Seconds. Training compares no clocks across hosts, but log readers, certificates and S3 do."""
 
 
-class Exchange(Struct, frozen=True):
+class ClockSample(Struct, frozen=True):
     """One question and its answer, by the clock of the asking host; `told` is the other host's clock."""
 
     asked: float
@@ -32,13 +32,13 @@ class Skew(Struct, frozen=True):
     round_trip_s: float
 
 
-def skew(exchanges: Sequence[Exchange]) -> Skew:
-    """The skew by the shortest of the exchanges.
+def skew(samples: Sequence[ClockSample]) -> Skew:
+    """The skew by the shortest of the samples.
 
-    >>> skew([Exchange(asked=105.0, told=100.5, heard=106.0), Exchange(asked=205.0, told=200.05, heard=205.1)])
+    >>> skew([ClockSample(asked=105.0, told=100.5, heard=106.0), ClockSample(asked=205.0, told=200.05, heard=205.1)])
     Skew(ahead_s=5.0, within_s=0.05, round_trip_s=0.1)
     """
-    best = min(exchanges, key=lambda one: one.heard - one.asked)
+    best = min(samples, key=lambda one: one.heard - one.asked)
     trip = round(best.heard - best.asked, 9)
     return Skew(round((best.asked + best.heard) / 2 - best.told, 9), trip / 2, trip)
 

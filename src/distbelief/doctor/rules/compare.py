@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from distbelief.control.commands import RunFacts
 from distbelief.coordinator.rules.explain import fact
 from distbelief.doctor.rules import clock
-from distbelief.doctor.rules.clock import Exchange, skew
+from distbelief.doctor.rules.clock import ClockSample, skew
 from distbelief.doctor.rules.report import Finding, Host, Link, duration, megabytes, ok, problem, skipped
 
 SLOW_BYTES_PER_S = 10e6
@@ -142,12 +142,12 @@ _OF_THE_HOST = ("torch", "instruction_set", "MKL-DNN")
 """Facts that depend on a member's host. The run sets the other facts (threads, optimizer) for its workers."""
 
 
-def compare_with_run(run: RunFacts, host: Host, exchanges: Sequence[Exchange]) -> list[Finding]:
+def compare_with_run(run: RunFacts, host: Host, samples: Sequence[ClockSample]) -> list[Finding]:
     return [
         ok("run", _about(run)),
         *_run_versions(run, host),
         *_device(run, host),
-        clock.judge({host.name: skew(exchanges)}, "the coordinator"),
+        clock.judge({host.name: skew(samples)}, "the coordinator"),
     ]
 
 

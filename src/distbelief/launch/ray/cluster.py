@@ -67,7 +67,7 @@ def connected(on: str, cpus: int) -> Iterator[bool]:
     with contextlib.ExitStack() as stack:
         stack.callback(ray.shutdown)
         try:
-            with _as_important_as_others():
+            with _default_niceness():
                 ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **options)
         except Exception as error:  # Ray raises many kinds, and documents none
             raise _cannot_connect(address, error) from error
@@ -103,7 +103,7 @@ def _found_here(asked: str) -> str:
 
 
 @contextlib.contextmanager
-def _as_important_as_others() -> Iterator[None]:
+def _default_niceness() -> Iterator[None]:
     """Ray would run the processes of a new cluster at nice 15, where other programs would starve them."""
     name = "RAY_worker_niceness"
     ours = name not in os.environ

@@ -86,7 +86,7 @@ from distbelief.strategies.flatmodel.rules.stepwork import (
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileUpdates, set_buffers
 from distbelief.transport.abort import Aborted
-from distbelief.transport.exchange import ROW, Backup, Backups, Contribution, Exchange, StepPlan
+from distbelief.transport.exchange import ROW, Backup, Backups, Contribution, Exchange, StepPlan, tile_views
 
 
 class DataParallelReplica(TileCopies):
@@ -281,9 +281,7 @@ class DataParallelReplica(TileCopies):
 
     def _tile_views(self, slot: int) -> list[torch.Tensor]:
         if slot not in self._slot_tiles:
-            segment = self.exchange.slot(slot)
-            tiles = self._computer.layout.tiles
-            self._slot_tiles[slot] = [segment.tensor(t.dtype, t.offset_bytes, t.numel) for t in tiles]
+            self._slot_tiles[slot] = tile_views(self.exchange.slot(slot), self._computer.layout.tiles)
         return self._slot_tiles[slot]
 
     def commit(self, step: int) -> StepResult:

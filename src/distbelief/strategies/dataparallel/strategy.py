@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from distbelief.compression.option import NAMES as COMPRESSIONS
-from distbelief.compression.option import canonical
+from distbelief.compression.option import add_compression, checked_compression
 from distbelief.errors import JobError
 from distbelief.strategies.base import Instrument, Strategy
 
@@ -51,11 +51,11 @@ class AllReduce(Strategy):
         said = self.exact is not _UNSAID
         if not said:
             object.__setattr__(self, "exact", not self.compression)
+        object.__setattr__(
+            self, "compression", checked_compression(self.compression, self.always, "allreduce:int8:always")
+        )
         if not self.compression:
-            if self.always:
-                raise JobError("always is for compression, and there is none", hint="for example allreduce:int8:always")
             return
-        object.__setattr__(self, "compression", canonical(self.compression))
         if self.exact:
             raise JobError(
                 f"with the compression {self.compression} the weights depend on the assignment: it cannot be exact",
@@ -103,9 +103,7 @@ def parse(text: str, options: Sequence[str]) -> AllReduce:
         elif option == "always":
             values["always"] = True
         elif option.partition("=")[0] in COMPRESSIONS:
-            if "compression" in values:
-                raise JobError(f"the strategy '{text}' gives its compression twice", hint="give it once")
-            values["compression"] = option
+            add_compression(values, option, text)
         else:
             raise JobError(
                 f"unknown option '{option}' in the strategy '{text}'",

@@ -26,6 +26,7 @@ from distbelief.strategies.flatmodel.onednn import multiply_as_asked
 from distbelief.strategies.tables.embedding import settle, tables_of
 from distbelief.strategies.tables.rowgradients import RowGradients
 from distbelief.transport.device.accelerator import memory_on
+from distbelief.transport.exchange import tile_views
 from distbelief.transport.shm.segment import Memory
 
 _SHAPES = 256
@@ -107,7 +108,7 @@ class ShardComputer:
         self._buffers = _bind_buffers(model, layout, self._live, self._buffers_at)
         self._integers = [b for _, b in model.named_buffers() if not b.is_floating_point()]
         self._committed_integers = [b.clone() for b in self._integers]
-        self._live_tiles = _tile_views(self._live, self._buffer_tiles, self._buffers_at)
+        self._live_tiles = tile_views(self._live, self._buffer_tiles, -self._buffers_at)
         self._views: dict[int, _SlotViews] = {}
 
     def bind_parameters(self, values: Memory, offset_bytes: int) -> None:
@@ -260,7 +261,7 @@ class ShardComputer:
                     for e in self.layout.entries
                     if e.kind == "parameter"
                 ],
-                _tile_views(slot, self._buffer_tiles),
+                tile_views(slot, self._buffer_tiles),
             )
         return self._views[id(slot)]
 
@@ -284,10 +285,6 @@ class _SlotViews:
 
 def _joined(integers: Sequence[torch.Tensor]) -> bytes:
     return b"".join(one.cpu().contiguous().numpy().tobytes() for one in integers)
-
-
-def _tile_views(memory: Memory, tiles: Sequence[Any], first_bytes: int = 0) -> list[torch.Tensor]:
-    return [memory.tensor(t.dtype, t.offset_bytes - first_bytes, t.numel) for t in tiles]
 
 
 def _bind_buffers(

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from distbelief.checkpoint.faults import CheckpointMismatch
-from distbelief.checkpoint.fit import Forms, differences, form, forms, misfit
 from distbelief.checkpoint.manifest import PartEntry
 from distbelief.checkpoint.parts import Slice, dtype_name
 from distbelief.checkpoint.sources import MODEL
+from distbelief.checkpoint.tensorforms import Forms, differences, form, forms, misfit
 from distbelief.strategies.base import Saved
 from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.layout import Layout

@@ -25,15 +25,14 @@ import numpy as np
 import torch
 
 from distbelief.errors import DistBeliefError
-from distbelief.strategies.base import Applied
+from distbelief.strategies.base import REMEMBERED, Applied
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 from distbelief.transport.device.exchange import DeviceExchange
-from distbelief.transport.exchange import Exchange
+from distbelief.transport.exchange import Exchange, tile_views
 from distbelief.transport.shm.segment import Memory, Segment
 
 _PAGE = 4096
-_REMEMBERED = 1024  # steps; many more than are committed between two heartbeats
 _NOTE_BYTES = 1 << 16
 _NOTE_HEAD = struct.Struct("qq")  # steps applied when the note was written, and its length
 _STEP = np.dtype(
@@ -88,7 +87,7 @@ class ReplicaState:
         self.layout = layout
         sizes = [state_bytes(recipe, layout, t) if t < layout.parameter_tiles else 0 for t in range(len(layout.tiles))]
         history_at = _pages(8 * (2 + len(layout.tiles)))
-        self._note_at = history_at + _pages(_REMEMBERED * _STEP.itemsize)
+        self._note_at = history_at + _pages(REMEMBERED * _STEP.itemsize)
         self._integers_at = self._note_at + _NOTE_BYTES
         self._integer_bytes = integer_bytes
         records_bytes = self._integers_at + _pages(2 * integer_bytes)
@@ -104,8 +103,8 @@ class ReplicaState:
         self._numbers_bytes = numbers_bytes
         optimizer_at = self.values_at + _pages(layout.size_bytes)
         self._stamps = np.frombuffer(self.segment.buffer, np.int64, 1 + len(layout.tiles))
-        self._history = np.frombuffer(self.segment.buffer, _STEP, _REMEMBERED, history_at)
-        self.values = [self.memory.tensor(t.dtype, self.values_at + t.offset_bytes, t.numel) for t in layout.tiles]
+        self._history = np.frombuffer(self.segment.buffer, _STEP, REMEMBERED, history_at)
+        self.values = tile_views(self.memory, layout.tiles, self.values_at)
         self.optimizer = []
         self._current: list[list[torch.Tensor]] = []
         for tile, size_bytes in zip(layout.tiles, sizes, strict=True):
@@ -214,7 +213,7 @@ class ReplicaState:
     def remember(self, applied: Applied) -> None:
         """Store the result of a step. Call it before the last tile is closed, so that every applied step has a
         result."""
-        place = self._history[applied.step % _REMEMBERED]
+        place = self._history[applied.step % REMEMBERED]
         place["after"] = 0
         place["loss"], place["samples"], place["at"] = applied.loss, applied.samples, applied.at
         place["fingerprint"], place["generation"] = applied.fingerprint, applied.generation
@@ -224,8 +223,8 @@ class ReplicaState:
         """The results of the applied steps from `first` on, as far back as they are kept. `until`: the number of
         applied steps, where several steps are applied at once."""
         applied = self.steps_applied if until is None else until
-        steps = np.arange(max(first, applied - _REMEMBERED, 0), applied)
-        places = self._history[steps % _REMEMBERED]
+        steps = np.arange(max(first, applied - REMEMBERED, 0), applied)
+        places = self._history[steps % REMEMBERED]
         return [
             Applied(after - 1, loss, samples, fingerprint.decode(), generation, at)
             for after, loss, samples, fingerprint, generation, at in places[places["after"] == steps + 1].tolist()

@@ -27,10 +27,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from distbelief.checkpoint.fit import form, forms
 from distbelief.checkpoint.manifest import PartEntry
 from distbelief.checkpoint.parts import Slice, dtype_name
 from distbelief.checkpoint.sources import MODEL
+from distbelief.checkpoint.tensorforms import form, forms
 from distbelief.compression.parts import EncodedParameter, PartsCoding
 from distbelief.shards import Range
 from distbelief.strategies.flatmodel.layout import Layout

@@ -300,7 +300,7 @@ class TrafficCount:
         compression."""
         if self._coded is None:
             return
-        wire, plain = self._coded.bill(apart, together)
+        wire, plain = self._coded.traffic_bytes(apart, together)
         if wire >= plain > 0 and not self._bytes[1]:
             self._news.append(
                 f"{self._coded.coding.method} saves nothing on {self._coded.size} workers, since each of the "

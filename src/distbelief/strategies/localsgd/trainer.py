@@ -23,13 +23,13 @@ import torch
 
 from distbelief.compression.parts import PartsCoding
 from distbelief.data.sources import seed_everything
-from distbelief.errors import JobError, NonFiniteLoss
+from distbelief.errors import NonFiniteLoss
 from distbelief.job import Job
 from distbelief.shards import mix, shard_seed
 from distbelief.strategies.base import Fetch
 from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult
 from distbelief.strategies.flatmodel.layout import Layout
-from distbelief.strategies.flatmodel.rules.stepwork import partial_sums
+from distbelief.strategies.flatmodel.rules.stepwork import integers_differ, partial_sums
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileOptimizer, norms, state_bytes
 from distbelief.strategies.localsgd.innerstates import kept_bytes, owed
 from distbelief.strategies.localsgd.rules.rounds import Rounds
@@ -194,10 +194,7 @@ class LocalTrainer(ShardComputer):
                 raise NonFiniteLoss(result.loss_sum, step, shard)
             results.append((result, samples))
         if len({result.integers for result, _ in results}) > 1:
-            raise JobError(
-                "an integer buffer of the model has other values after one shard than after another: it depends on the "
-                "samples, so there is no single value to go on with"
-            )
+            raise integers_differ()
         self.commit_integers()
         return results
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from distbelief.compression.option import NAMES as COMPRESSIONS
-from distbelief.compression.option import canonical
+from distbelief.compression.option import checked_compression
 from distbelief.errors import JobError
 from distbelief.strategies.base import Instrument, Strategy
 from distbelief.strategies.mesh.rules.schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule
@@ -175,11 +175,11 @@ class Hybrid(Meshed):
         self._check_compression()
 
     def _check_compression(self) -> None:
+        object.__setattr__(
+            self, "compression", checked_compression(self.compression, self.always, "dp2.pp2:int8:always")
+        )
         if not self.compression:
-            if self.always:
-                raise JobError("always is for compression, and there is none", hint="for example dp2.pp2:int8:always")
             return
-        object.__setattr__(self, "compression", canonical(self.compression))
         if self.compression.startswith("powersgd"):
             raise JobError(
                 "powersgd cannot compress the gradients of a model that is divided",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from distbelief.compression.option import NAMES as COMPRESSIONS
+from distbelief.compression.option import add_compression
 from distbelief.errors import JobError
 from distbelief.strategies.base import Instrument, Strategy
 from distbelief.strategies.dataparallel.strategy import REPLICA_UPDATE
@@ -84,9 +85,7 @@ def parse(text: str, options: Sequence[str]) -> ParameterServer:
         elif option in ("adaptive", "always"):
             values[option] = True
         elif key in COMPRESSIONS:
-            if "compression" in values:
-                raise JobError(f"the strategy '{text}' gives its compression twice", hint="give it once")
-            values["compression"] = option
+            add_compression(values, option, text)
         elif key in ("noise", "dc") and _is_number(number):
             values[key] = float(number)
         elif option in ("auto", "shm", "tcp"):

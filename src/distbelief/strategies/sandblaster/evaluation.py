@@ -54,10 +54,10 @@ class ShownValues:
         self.number = -1
         whole = True
 
-        def fetched(letter: Framed) -> None:
+        def fetched(framed: Framed) -> None:
             nonlocal whole
-            message: PulledValues = letter.message
-            whole &= message.version == number and self._copied(message, letter.payload)
+            message: PulledValues = framed.message
+            whole &= message.version == number and self._copied(message, framed.payload)
             if message.slice == 0:
                 self._computer.commit_integers(message.integers or None)
 

@@ -93,7 +93,7 @@ class SearchingMember(ParameterServerMember):
             self._tell(Begin(self._seat.worker, first, exchange.size))
         exchange.gather(b"")
         found: list[SearchKnown] = []
-        self._client.ask([partial(_look, self._search)], exchange.abort, lambda letter: found.append(letter.message))
+        self._client.ask([partial(_look, self._search)], exchange.abort, lambda framed: found.append(framed.message))
         known = found[0]
         self._applied, self._note, self._state = known.steps, known.note, state_of(known.state)
         for done in known.past:
@@ -259,14 +259,14 @@ class SearchingMember(ParameterServerMember):
             values = self._values.tensor(torch.uint8, shape.first_byte, shape.value_bytes)
             into.tensor(torch.uint8, portion.starts[shape.number], shape.value_bytes).copy_(values)
 
-        def read(letter: Framed) -> None:
-            message: SliceState = letter.message
+        def read(framed: Framed) -> None:
+            message: SliceState = framed.message
             shape = self._slices[message.slice]
             size_bytes = len(vectors) * portion.vector_bytes(shape)
-            if len(letter.payload) != size_bytes:
-                raise DistBeliefError(f"slice {shape.number} gave {len(letter.payload)} bytes, not {size_bytes}")
+            if len(framed.payload) != size_bytes:
+                raise DistBeliefError(f"slice {shape.number} gave {len(framed.payload)} bytes, not {size_bytes}")
             at = portion.starts[shape.number] + shape.value_bytes
-            into.tensor(torch.uint8, at, size_bytes).copy_(torch.frombuffer(letter.payload, dtype=torch.uint8))
+            into.tensor(torch.uint8, at, size_bytes).copy_(torch.frombuffer(framed.payload, dtype=torch.uint8))
 
         self._whole.restore()
         wanted = [shape.number for shape in shapes if vectors and portion.vector_bytes(shape)]

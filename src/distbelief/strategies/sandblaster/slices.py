@@ -25,7 +25,7 @@ import torch
 
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, split
-from distbelief.strategies.base import BeginFrom, Saved, ServerHost, ServerJob
+from distbelief.strategies.base import REMEMBERED, BeginFrom, Saved, ServerHost, ServerJob
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.ps.protocol.frames import Framed
@@ -270,10 +270,6 @@ def _above(node: Range, portions: int) -> tuple[Range, Range] | None:
             return parent, left if node == right else right
         parent = left if node[1] <= left[1] else right
     return None
-
-
-REMEMBERED = 1024
-"""Number of steps whose results are kept: many more than a run does between two heartbeats."""
 
 
 class _Record(msgspec.Struct):

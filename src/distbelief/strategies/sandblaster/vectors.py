@@ -307,8 +307,8 @@ class ServedVectors:
         self._send()
         found: list[Produced] = []
 
-        def produced(letter: Framed) -> None:
-            found.append(letter.message)
+        def produced(framed: Framed) -> None:
+            found.append(framed.message)
 
         questions = [partial(_of_slice, asked, self._number, number) for number in range(self._slices)]
         self._client.ask(questions, self._abort, produced)

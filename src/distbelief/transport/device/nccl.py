@@ -33,7 +33,7 @@ class NcclExchange(DeviceExchange):
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         rank: int,
         geometry: Geometry,
         abort: Abort,
@@ -46,7 +46,7 @@ class NcclExchange(DeviceExchange):
         """`memory`, `device_memory`: memory that this process keeps across generations."""
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # we handle deaths; torch would end the process
         backends = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
-        inner = _Agreeing(meeting, rank, geometry, abort, memory, backends)
+        inner = _Agreeing(rendezvous, rank, geometry, abort, memory, backends)
         super().__init__(inner, geometry, device, device_memory)
         self._network = inner
         self._abort = abort
@@ -166,14 +166,14 @@ class _Agreeing(TorchExchange):
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         rank: int,
         geometry: Geometry,
         abort: Abort,
         memory: dict[str, Segment] | None,
         backend: str,
     ) -> None:
-        super().__init__(meeting, rank, geometry, abort, memory, backend)
+        super().__init__(rendezvous, rank, geometry, abort, memory, backend)
         self._plain: Sequence[int] = ()
 
 

@@ -34,7 +34,7 @@ class TorchExchange(TorchGroup):
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         rank: int,
         geometry: Geometry,
         abort: Abort,
@@ -58,7 +58,7 @@ class TorchExchange(TorchGroup):
         self._plan = StepPlan(-1, [], 0)
         size = len(geometry.slots)
         self._owner = [tile.index * size // len(geometry.tiles) for tile in geometry.tiles]
-        super().__init__(meeting, rank, size, abort, backend)
+        super().__init__(rendezvous, rank, size, abort, backend)
 
     def slot(self, index: int) -> Segment:
         return self._slots[index]

@@ -57,12 +57,12 @@ class TorchGroup:
     waiting = False
     backups: Backups | None = None
 
-    def __init__(self, meeting: Rendezvous, rank: int, size: int, abort: Abort, backend: str = "gloo") -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int, size: int, abort: Abort, backend: str = "gloo") -> None:
         """`backend`: torch's name; "cpu:gloo,cuda:nccl" names one backend per device type."""
         self.rank = rank
         self.size = size
         self._abort = abort
-        timeout = datetime.timedelta(seconds=meeting.timeout_s)
+        timeout = datetime.timedelta(seconds=rendezvous.timeout_s)
         self._waits = 0
         self._guarding = False
         self._training_thread = _Thread()
@@ -73,14 +73,14 @@ class TorchGroup:
         self._store: Store | None = None
         abort.wake = self._hang_up
         with self.network():
-            self._store = meeting.store(abort)  # keep a reference: torch's own does not suffice
+            self._store = rendezvous.store(abort)  # keep a reference: torch's own does not suffice
             # torch derives a group's name from this counter, which also counts aborted groups. Without a reset, members
             # would wait under different names.
             dist.distributed_c10d._world.group_count = 0
             try:
                 dist.init_process_group(
                     backend,
-                    store=PrefixStore(meeting.name, self._store),
+                    store=PrefixStore(rendezvous.name, self._store),
                     rank=rank,
                     world_size=size,
                     timeout=timeout,
@@ -104,7 +104,7 @@ class TorchGroup:
 
     def _hang_up(self) -> None:
         """Called by the control thread: end the training thread's wait."""
-        threading.Thread(target=self._insist, args=[self._waits], daemon=True).start()
+        threading.Thread(target=self._shut_down_repeatedly, args=[self._waits], daemon=True).start()
         if "nccl" in self._backend:  # NCCL's kernels wait on the device, and do not use these sockets
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
@@ -123,7 +123,7 @@ class TorchGroup:
                     if not listens:  # gloo dies with its listener
                         connection.shutdown(socket.SHUT_RDWR)
 
-    def _insist(self, wait: int) -> None:
+    def _shut_down_repeatedly(self, wait: int) -> None:
         """Shut the sockets down repeatedly: while members meet, gloo retries a failed connection with a new socket.
         Sometimes gloo sleeps even then (docs/decisions/0018)."""
         patience_s = _MISSED_S if self._abort.leave else _HOPELESS_S

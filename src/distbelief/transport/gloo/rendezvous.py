@@ -22,8 +22,6 @@ from distbelief.transport.gloo.rendezvousserver import (
     Add,
     Answer,
     Check,
-    CompareSet,
-    Delete,
     Request,
     Set,
     Wait,
@@ -83,14 +81,8 @@ class RendezvousStore(Store):
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(lambda ticket: Add(ticket, key, amount))[0])
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._ask(lambda ticket: CompareSet(ticket, key, _bytes(expected), _bytes(desired)))[0]
-
     def check(self, keys: Sequence[str]) -> bool:
         return len(self._ask(lambda ticket: Check(ticket, list(keys)))) == len(keys)
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._ask(lambda ticket: Delete(ticket, key)))
 
     def close(self) -> None:
         self._socket.close()

@@ -3,8 +3,8 @@ Torch-free.
 
 torch's own store (TCPStore) authenticates nobody: any process that reaches its port can read where members listen, and
 can write other addresses. This server listens on an encrypted socket (CURVE) and verifies the signatures of messages.
-It runs in its own process, so that no member's death ends it. Its messages mirror the methods of torch's
-`Store`; a key belongs to a generation.
+It runs in its own process, so that no member's death ends it. Its messages mirror the methods of
+torch's `Store` that torch's groups call; a key belongs to a generation.
 """
 
 from __future__ import annotations
@@ -50,15 +50,6 @@ class Add(Struct, frozen=True, tag=True):
     amount: int
 
 
-class CompareSet(Struct, frozen=True, tag=True):
-    """Set the value if the present one is as expected (empty: none). Answered with the value after that."""
-
-    ticket: int
-    key: str
-    expected: bytes
-    desired: bytes
-
-
 class Check(Struct, frozen=True, tag=True):
     """Answered at once: with the values of all keys, or with none if a key is missing."""
 
@@ -66,19 +57,12 @@ class Check(Struct, frozen=True, tag=True):
     keys: list[str]
 
 
-class Delete(Struct, frozen=True, tag=True):
-    """Answered with the old value, if there was one."""
-
-    ticket: int
-    key: str
-
-
 class Answer(Struct, frozen=True, tag=True):
     ticket: int
     values: list[bytes]
 
 
-Request = Set | Wait | Add | CompareSet | Check | Delete
+Request = Set | Wait | Add | Check
 _encoder = msgspec.msgpack.Encoder()
 _requests = Decoder[Request](Request)
 _answers = Decoder[Answer](Answer)
@@ -113,16 +97,9 @@ class KeyTable:
             case Add(ticket, key, amount):
                 total = str(_number(self._kept.get(key, b"0")) + amount).encode()
                 return [(asker, Answer(ticket, [total])), *self._put(key, total)]
-            case CompareSet(ticket, key, expected, desired):
-                there = self._kept.get(key, b"")
-                news = self._put(key, desired) if there == expected else []
-                return [(asker, Answer(ticket, [self._kept.get(key, expected)])), *news]
             case Check(ticket, keys):
                 found = [self._kept[key] for key in keys] if self._has(keys) else []
                 return [(asker, Answer(ticket, found))]
-            case Delete(ticket, key):
-                gone = self._kept.pop(key, None)
-                return [(asker, Answer(ticket, [] if gone is None else [gone]))]
             case Wait():
                 self._waiting.pop(asker, None)
                 self._waiting[asker] = request

@@ -20,7 +20,7 @@ import torch
 from distbelief.errors import NotEnoughMemory
 from distbelief.shards import Range
 from distbelief.transport.abort import Abort
-from distbelief.transport.exchange import Backup, Geometry
+from distbelief.transport.exchange import Backup, Geometry, tile_views
 from distbelief.transport.shm.futexflags import LIVENESS_BYTES, FutexFlags, ThreadLiveness, flag_row_bytes
 from distbelief.transport.shm.segment import Segment, SegmentClient
 
@@ -100,8 +100,7 @@ class ControlBlock:
     def tiles(self, rank: int, index: int) -> list[torch.Tensor]:
         """A slot, tile by tile."""
         if (rank, index) not in self._views:
-            slot = self.slot(rank, index)
-            self._views[rank, index] = [slot.tensor(t.dtype, t.offset_bytes, t.numel) for t in self.geometry.tiles]
+            self._views[rank, index] = tile_views(self.slot(rank, index), self.geometry.tiles)
         return self._views[rank, index]
 
     def write_nodes(self, rank: int, nodes: Sequence[tuple[Range, int]]) -> None:

@@ -89,7 +89,7 @@ class SharedExchange:
         """One buffer that every sum overwrites, for plans that use the sums one by one."""
         self._reused_as: dict[int, torch.Tensor] = {}
         """The same buffer as each tile sees it."""
-        self._meetings = 0
+        self._barriers = 0
         self._plan = StepPlan(-1, [], 0)
         self._stamp = 0
 
@@ -282,8 +282,8 @@ class SharedExchange:
                 return [bytes(content) for content in received]
 
     def _meet(self) -> None:
-        self._meetings += 1
-        self._flags.barrier(MAIL, self._meetings)
+        self._barriers += 1
+        self._flags.barrier(MAIL, self._barriers)
 
     def transfer(self, block: torch.Tensor, source: int, receivers: Sequence[int]) -> None:
         """Nothing to do: all members share one state."""

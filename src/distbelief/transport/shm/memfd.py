@@ -20,6 +20,7 @@ import psutil
 from distbelief.errors import NotEnoughMemory
 
 _HEADER_LIMIT = 1 << 16
+_MAX_FDS = 4
 
 
 def allocate(size_bytes: int, label: str) -> int:
@@ -79,12 +80,12 @@ def send_message(sock: socket.socket, header: dict[str, Any], fds: list[int] | N
     sock.sendmsg([data], ancillary)
 
 
-def receive_message(sock: socket.socket, max_fds: int = 4) -> tuple[dict[str, Any], list[int]]:
+def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Receive a message of `send_message`. Raises EOFError when the sender is gone, ValueError for an invalid
     header."""
     fds = array.array("i")
     data, ancillary, _, _ = sock.recvmsg(
-        _HEADER_LIMIT, socket.CMSG_SPACE(max_fds * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+        _HEADER_LIMIT, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
     )
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

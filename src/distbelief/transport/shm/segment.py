@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from distbelief.errors import DistBeliefError, NotEnoughMemory
-from distbelief.transport.shm.memfd import allocate, receive_message, send_message
+from distbelief.transport.shm.memfd import receive_message, send_message
 
 _MAP_FIXED = 0x10
 _SOON_S = 0.05
@@ -41,10 +41,6 @@ class Segment:
     def __del__(self) -> None:
         if self.fd >= 0:  # the mapping has its own descriptor and lives as long as its last view
             os.close(self.fd)
-
-    @classmethod
-    def create(cls, size_bytes: int, label: str = "distbelief") -> Segment:
-        return cls(allocate(size_bytes, label), size_bytes)
 
     @classmethod
     def private(cls, size_bytes: int) -> Segment:

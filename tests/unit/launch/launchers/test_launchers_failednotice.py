@@ -110,7 +110,7 @@ def test_a_run_that_fails_after_it_has_begun_tells_hosts_that_come_later(
         assert told.result(30).endswith("is over: boom in the model")
     assert said == ["boom in the model; waiting up to 60 s to tell 1 host that has not joined yet"]
     assert time.monotonic() - began < run.NOTICE_S, "it does not wait for more than have been missing"
-    assert not (folder / "meeting.json").exists()
+    assert not (folder / "rendezvous.json").exists()
 
 
 def test_at_a_known_address_also_one_that_never_began(invitation: Invitation, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ MOST = 1000
 def ready(state: State, event: m.ServerReady, now: float) -> Result:
     fleet = state.fleet
     if event.server in fleet.gone:  # fewer servers were wanted while this one was starting
-        return state, [_goodbye(state)]
+        return state, [_end_run(state)]
     if event.server in fleet.there:
         return state, _told(state)
     problem = _misfit(state, event)
@@ -157,9 +157,9 @@ def beat(state: State, event: m.ServerBeat, now: float) -> Result:
     fleet = state.fleet
     one = fleet.there.get(event.server)
     if one is not None and one.leaving and fleet.placement and not holds(fleet, event.server):
-        return state, [_goodbye(state)]  # the first goodbye may be lost
+        return state, [_end_run(state)]  # the first command may be lost
     if one is None or event.epoch < state.epoch:
-        return state, [_goodbye(state) if event.server in fleet.gone else Reply(m.Introduce(state.epoch, 0))]
+        return state, [_end_run(state) if event.server in fleet.gone else Reply(m.Introduce(state.epoch, 0))]
     state = replace(state, fleet=heard(fleet, event.server, now, LONGEST_GAP_S))
     return state, _told(state) if event.version < state.fleet.version else []
 
@@ -327,7 +327,7 @@ def _servers(count: int, verb: str = " were") -> str:
     return "1 server" + verb.replace("were", "was") if count == 1 else f"{count} servers{verb}"
 
 
-def _goodbye(state: State) -> Reply:
+def _end_run(state: State) -> Reply:
     return Reply(m.EndRun(state.epoch, "left", "it is not needed any more"))
 
 

@@ -75,11 +75,6 @@ class Placement(Struct, frozen=True):
     named: tuple[int, ...] = ()
     """By slice: the version of the map that first named its last recruit."""
 
-    @property
-    def settled(self) -> bool:
-        """Whether no copy is under way."""
-        return all(recruit == NONE for recruit in self.recruits)
-
 
 class Decision(Struct, frozen=True):
     """The consequences of an event: commands to servers, lost slices, and a reason for people."""

@@ -262,11 +262,15 @@ def judge_rows(step: int, rows: np.ndarray) -> StepResult:
     """The result of a step, from the rows of all its shards."""
     found = judge(step, rows[:, LOSS], rows[:, WEIGHT], rows[:, COUNTS], rows.tobytes())
     if len(set(rows[rows[:, COUNTS] > 0, INTEGERS])) > 1:
-        raise JobError(
-            "an integer buffer of the model has other values after one shard than after another: it depends on the "
-            "samples, so there is no single value to go on with"
-        )
+        raise integers_differ()
     return found
+
+
+def integers_differ() -> JobError:
+    return JobError(
+        "an integer buffer of the model has other values after one shard than after another: it depends on the "
+        "samples, so there is no single value to go on with"
+    )
 
 
 def judge(step: int, losses: np.ndarray, weights: np.ndarray, samples: np.ndarray, reports: bytes) -> StepResult:

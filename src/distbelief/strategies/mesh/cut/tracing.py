@@ -114,7 +114,7 @@ def leaves_around(model: torch.nn.Module, named: Sequence[str]) -> frozenset[str
     not."""
     modules = dict(model.named_modules(remove_duplicate=False))
     classes = {type(modules[name]) for name in named}
-    around = {name[:end] for name in named for end, letter in enumerate(name) if letter == "."}
+    around = {name[:end] for name in named for end, character in enumerate(name) if character == "."}
     whole = {path for path, module in modules.items() if type(module) in classes} - around - {""} | set(named)
     return frozenset(whole | (leaves_at(model, 0) | leaves_at(model, EVERYTHING)) - around)
 

@@ -347,16 +347,16 @@ def _einsum(step: _Step) -> dict[int, int]:
     numbers, terms = [ref.number for ref in step.given("operands")], left.split(",")
     if "." in left or not right:
         raise Stop("its output goes into an einsum that does not name all dimensions")
-    letters = {term[step.dims[n]] for n, term in zip(numbers, terms, strict=True) if n in step.dims}
-    letter = letters.pop()
-    if letters or letter not in right:
+    labels = {term[step.dims[n]] for n, term in zip(numbers, terms, strict=True) if n in step.dims}
+    label = labels.pop()
+    if labels or label not in right:
         raise Stop("an einsum adds over its output")
     beside = [n for n, term in zip(numbers, terms, strict=True) if n not in step.dims]
-    full = [n for n, term in zip(numbers, terms, strict=True) if n not in step.dims and letter in term]
+    full = [n for n, term in zip(numbers, terms, strict=True) if n not in step.dims and label in term]
     if full:
         raise Stop("its output meets a value that is not divided", full)
     step.whole(beside)
-    return step.all(right.index(letter))
+    return step.all(right.index(label))
 
 
 def _attention(step: _Step) -> dict[int, int]:

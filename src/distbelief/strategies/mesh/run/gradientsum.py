@@ -319,7 +319,7 @@ class CompressedSum(DataParallelSum):
                 self._sum(self._coded, rests)
         for rest, before in kept:
             rest.copy_(before)
-        residuals.written()
+        residuals.mark_complete()
         shapes = [one.value.shape for one in self._feedback.held]
         return [
             vector.view(shape) if flag else None

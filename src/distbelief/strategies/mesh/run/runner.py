@@ -28,6 +28,7 @@ from distbelief.job import Job
 from distbelief.shards import mix
 from distbelief.strategies.base import Task
 from distbelief.strategies.flatmodel.compute import loss_sum
+from distbelief.strategies.flatmodel.rules.stepwork import integers_differ
 from distbelief.strategies.mesh.rules.schedules import (
     Action,
     ActionKind,
@@ -94,10 +95,7 @@ class ShardBuffers:
             for left in found:
                 checksum = zlib.crc32(left.contiguous().numpy().tobytes(), checksum)
             if self._checksum not in (None, checksum):
-                raise JobError(
-                    "an integer buffer of the model has other values after one shard than after another: it depends on "
-                    "the samples, so there is no single value to go on with"
-                )
+                raise integers_differ()
             self._checksum = checksum
             for kept, left in zip(self._after, found, strict=True):
                 kept.copy_(left)

@@ -16,7 +16,7 @@ import torch
 from distbelief.checkpoint.rules.boxes import Box, sizes, whole
 from distbelief.errors import JobError
 from distbelief.job import Job
-from distbelief.strategies.base import Applied
+from distbelief.strategies.base import REMEMBERED, Applied
 from distbelief.strategies.flatmodel.tileoptimizer import Field, Recipe
 from distbelief.strategies.mesh.rules.agreement import CommitDecision
 from distbelief.strategies.mesh.run.modelpart import HeldParameter, ModelPart
@@ -117,8 +117,6 @@ Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 Pieces = Mapping[str, tuple[Box, torch.Tensor]]
 """For each tensor's name, a box of the tensor and the values in it."""
-
-REMEMBERED = 1024  # steps: many more than are committed between two heartbeats
 
 
 class MemberState:

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import torch
 
-from distbelief.checkpoint.fit import form
 from distbelief.checkpoint.lazy import LazyTensors, outlines_of
 from distbelief.checkpoint.parts import dtype_name
 from distbelief.checkpoint.rules.boxes import Box, sizes
 from distbelief.checkpoint.sources import MODEL
+from distbelief.checkpoint.tensorforms import form
 from distbelief.strategies.base import BeginFrom, RolledBack, Saved
 from distbelief.strategies.flatmodel.namedtensors import require_fit, tied, transient
 from distbelief.strategies.mesh.init.deferred import DeferredModel

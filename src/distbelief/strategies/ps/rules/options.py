@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from distbelief.compression.option import canonical
+from distbelief.compression.option import checked_compression
 from distbelief.errors import JobError
 
 MODES = ("sync", "ssp", "async")
@@ -73,11 +73,11 @@ class ParameterServerOptions:
             raise JobError(f"{names} are for async and ssp", hint="leave them out of ps:sync")
 
     def _check_compression(self) -> None:
+        object.__setattr__(
+            self, "compression", checked_compression(self.compression, self.always, "ps:async:int8:always")
+        )
         if not self.compression:
-            if self.always:
-                raise JobError("always is for compression, and there is none", hint="for example ps:async:int8:always")
             return
-        object.__setattr__(self, "compression", canonical(self.compression))
         if self.compression.startswith("powersgd"):
             raise JobError(
                 "powersgd cannot compress what is pushed to servers",

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 
 from msgspec import Struct
 
-from distbelief.errors import JobError
-
+SHARE = 0.1
+"""The allowed time of pulls and pushes together, as a part of the computing time."""
+MOST = 64
+"""The largest n_fetch and n_push."""
 CALM = 0.7
 """Communication becomes more frequent again only if its cost would then be below this part of the allowed share. So one
 noisy measurement near the limit does not switch to and fro."""
@@ -24,20 +26,7 @@ class Pace(Struct, frozen=True):
     n_push: int = 1
 
 
-class Limits(Struct, frozen=True):
-    share: float = 0.1
-    """The time of pulls and pushes together, as a part of the computing time."""
-    most: int = 64
-    """The largest n_fetch and n_push."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.share) and self.share > 0):
-            raise JobError(f"the share of communication is {self.share}", hint="Give a number above 0, such as 0.1.")
-        if self.most < 1:
-            raise JobError(f"at most {self.most} batches between pushes", hint="Give a number of at least 1.")
-
-
-def next_pace(pace: Pace, compute_s: float, fetch_s: float, push_s: float, limits: Limits | None = None) -> Pace:
+def next_pace(pace: Pace, compute_s: float, fetch_s: float, push_s: float) -> Pace:
     """The pace after a stretch of updates at `pace`, in which the worker computed and waited for these seconds.
 
     Pulls and pushes may have half of the allowed share each. Each number is kept, doubled or halved.
@@ -49,23 +38,20 @@ def next_pace(pace: Pace, compute_s: float, fetch_s: float, push_s: float, limit
     >>> next_pace(Pace(1, 2), compute_s=1.0, fetch_s=0.01, push_s=0.01)
     Pace(n_fetch=1, n_push=1)
     """
-    limits = limits or Limits()
     if not all(math.isfinite(seconds) and seconds >= 0 for seconds in (compute_s, fetch_s, push_s)) or compute_s == 0:
         return pace  # nothing could be measured
-    allowed_s = compute_s * limits.share / 2
-    return Pace(
-        _next(pace.n_fetch, fetch_s, allowed_s, limits.most), _next(pace.n_push, push_s, allowed_s, limits.most)
-    )
+    allowed_s = compute_s * SHARE / 2
+    return Pace(_next(pace.n_fetch, fetch_s, allowed_s), _next(pace.n_push, push_s, allowed_s))
 
 
-def _next(every: int, waited_s: float, allowed_s: float, most: int) -> int:
+def _next(every: int, waited_s: float, allowed_s: float) -> int:
     if waited_s > allowed_s:
-        return min(every * 2, most)
+        return min(every * 2, MOST)
     fewer = every // 2
     # With `fewer` batches between, the same wait comes every / fewer times as often.
     if fewer and waited_s * every / fewer < CALM * allowed_s:
-        return min(fewer, most)
-    return min(every, most)
+        return min(fewer, MOST)
+    return min(every, MOST)
 
 
 UNCOUNTED = 2

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from distbelief.errors import DistBeliefError
+from distbelief.strategies.base import REMEMBERED
 from distbelief.strategies.ps.protocol.frames import Framed
 from distbelief.strategies.ps.protocol.messages import (
     CompleteUpdate,
@@ -50,9 +51,6 @@ from distbelief.strategies.ps.rules.leases import (
 )
 from distbelief.strategies.ps.server.slicememory import OpenSegment, SliceMemory, gradient_and_values, with_bytes
 from distbelief.strategies.ps.server.stores import Change, State
-
-REMEMBERED = 1024
-"""Batches whose results are kept: many more than are completed between two heartbeats."""
 
 
 def compensate(gradient: torch.Tensor, now: torch.Tensor, then: torch.Tensor, strength: float) -> None:

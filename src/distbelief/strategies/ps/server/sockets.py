@@ -53,7 +53,7 @@ LEAST_MESSAGE_BYTES = 1 << 30
 """The largest frame holds a slice of the parameters with its optimizer state."""
 
 
-class Reachable(Protocol):
+class ServerIdentity(Protocol):
     """Which server this is, and the address of the coordinator or supervisor."""
 
     @property
@@ -88,7 +88,7 @@ class Slices(Protocol):
 
 
 class ServerSockets:
-    def __init__(self, spec: Reachable, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, spec: ServerIdentity, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._spec = spec
         self._server_key = spec.credential.servers_key
         self._signer = spec.credential.signer()

@@ -22,6 +22,7 @@ import torch
 from distbelief.errors import DistBeliefError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
+from distbelief.strategies.base import REMEMBERED
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.rules.stepwork import COUNTS, WEIGHT, judge_rows
 from distbelief.strategies.ps.protocol.frames import Framed
@@ -74,10 +75,6 @@ def own_tiles(shape: SliceShape, layout: Layout) -> dict[int, torch.Tensor]:
     """Memory of its own for a slice whose sums are made long before they are applied."""
     tiles = layout.tiles
     return {t: torch.empty(tiles[t].numel, dtype=tiles[t].dtype) for t in shape.tiles}
-
-
-REMEMBERED = 1024
-"""Steps whose results slice 0 keeps: many more than are committed between two heartbeats."""
 
 
 class _Step(msgspec.Struct, frozen=True):

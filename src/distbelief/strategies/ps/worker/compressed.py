@@ -219,7 +219,7 @@ class CompressedSynchronousReplica(SynchronousReplica):
 
     def _sending(self, step: int) -> None:
         if self._encodes:
-            self._residuals.written()
+            self._residuals.mark_complete()
 
     def commit(self, step: int) -> StepResult:
         self._arrivals.clear()

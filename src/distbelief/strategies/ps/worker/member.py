@@ -23,7 +23,7 @@ import torch
 
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, Schedule
-from distbelief.strategies.base import Applied, Fetch, Portion, RolledBack, Seat, Task
+from distbelief.strategies.base import REMEMBERED, Applied, Fetch, Portion, RolledBack, Seat, Task
 from distbelief.strategies.dataparallel.committed import CommittedModel
 from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.namedtensors import TilePortion, outside_of_tiles, whole_entries
@@ -84,9 +84,6 @@ class MappedValues:
             for a, b in ends
             if a < b
         ]
-
-
-REMEMBERED = 1024  # steps, as the servers remember
 
 
 class AlreadyCopied:

@@ -19,6 +19,7 @@ from distbelief.strategies.ps.rules.slicing import SliceShape, cut
 from distbelief.strategies.ps.worker.exchange import ServerExchange
 from distbelief.strategies.ps.worker.member import MappedValues, ParameterServerMember, whole_pages
 from distbelief.transport.abort import Abort
+from distbelief.transport.shm.memfd import allocate
 from distbelief.transport.shm.segment import Segment
 
 MODELS = {
@@ -28,14 +29,16 @@ MODELS = {
 }
 
 
+def made(size_bytes: int) -> Segment:
+    return Segment(allocate(size_bytes, "slice"), size_bytes)
+
+
 class Servers:
     """Their memory, by the name of a slice's segment."""
 
     def __init__(self, shapes: list[SliceShape]) -> None:
         self.memory = {
-            f"{server}/{shape.number}": Segment.create(VALUES_AT + shape.value_bytes)
-            for server in range(2)
-            for shape in shapes
+            f"{server}/{shape.number}": made(VALUES_AT + shape.value_bytes) for server in range(2) for shape in shapes
         }
 
     def write(self, server: int, shape: SliceShape, values: torch.Tensor) -> None:
