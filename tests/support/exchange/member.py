@@ -270,21 +270,23 @@ def wait_in_vain(segments: SegmentClient, seat: Seat, phase: str) -> str:
 
 def wait_for_the_living(segments: SegmentClient, seat: Seat, phase: str) -> str:
     """The last member lives and does nothing; the first waits for it in `phase`, and another thread aborts that."""
-    over = segments.segment("over", 64).tensor(torch.int64, 0, 1)
+    over, joined = segments.segment("over", 64).tensor(torch.int64, 0, 2).split(1)
     idle = seat.rank == seat.size - 1
     abort = Abort()
     if idle and phase == "meet":
-        _until(lambda: bool(over[0]))
+        _until(lambda: bool(over))
         return "idle"
     if not idle:
         patience_s = 0.5 if phase == "meet" else 60.0
         threading.Thread(target=_abort_a_waiting_member, args=(abort, patience_s), daemon=True).start()
     try:
         exchange = join(segments, seat, abort)
-        _waiting.append(exchange)
         if idle:
-            _until(lambda: bool(over[0]))
+            joined.fill_(1)
+            _until(lambda: bool(over))
             return "idle"
+        _until(lambda: bool(joined))  # this member joins first; its abort would end the other's attempt too
+        _waiting.append(exchange)
         block = torch.zeros(1 << 20, dtype=torch.uint8)
         phases: dict[str, Callable[[], Any]] = {
             "share": lambda: check_share(exchange, seat, 0, seat.shards),
@@ -296,7 +298,7 @@ def wait_for_the_living(segments: SegmentClient, seat: Seat, phase: str) -> str:
         write_partials(exchange, seat, 0, seat.shards)
         phases[phase]()
     except Aborted:
-        over[0] = 1
+        over.fill_(1)
         return abort.reason
     return "nobody was missed"
 
