@@ -184,7 +184,7 @@ def test_what_is_kept(start: Start, tmp_path: Path) -> None:
 def test_a_death_in_the_middle_of_a_save(start: Start, tmp_path: Path, brake: Path) -> None:
     """Of a worker, then of the coordinator: the run goes on, and every checkpoint that counts is whole."""
     run_dir = tmp_path / "run"
-    job = [JOB, *LARGE, "--set", "steps=160", "--set", "brake_s=0.1"]
+    job = [JOB, *LARGE, "--set", "steps=400", "--set", "brake_s=0.1"]
     run = start("train", *job, "--run-dir", "run", "--workers", 3, "--save-every", 5, "--keep-last", 100, "--json")
     for kind, fact in (("generation", "members"), ("epoch", "pid")):
         until(lambda: saved(run_dir), run)
@@ -198,9 +198,9 @@ def test_a_death_in_the_middle_of_a_save(start: Start, tmp_path: Path, brake: Pa
     result = run.wait().json
     assert result["weights_sha256"] == undisturbed(*job)
     check_whole(run_dir, result)
-    assert result["recoveries"] == 1
+    assert result["recoveries"] >= 1
     left = sealed(run_dir)
-    assert left[0] == 160
+    assert left[0] == 400
     assert [verify(run_dir / "checkpoints", number).step for number in left] == left
 
 

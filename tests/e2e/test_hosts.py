@@ -70,8 +70,8 @@ def test_what_a_killed_lab_left_is_removed_by_the_next(wait_until: Callable[[Cal
     process = hosts("1")
     assert process.stdout is not None
     process.stdout.readline()
+    assert [space for space in spaces() if space.startswith(f"db{process.pid}x")]
     process.kill()
     process.communicate()
-    assert [space for space in spaces() if space.startswith(f"db{process.pid}x")]
     Lab(1).close()
     assert not [space for space in spaces() if space.startswith(f"db{process.pid}x")]

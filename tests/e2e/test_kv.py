@@ -70,7 +70,7 @@ def test_counts_are_exact_while_servers_are_killed(service: str, tmp_path: Path,
             log = Path(service).parent / "service.log"
             wait_until(lambda: f"pid {victim.pid}" in log.read_text())  # noqa: B023
             wait_until(lambda: settled(service, len(others) + 1))  # noqa: B023
-        assert [client.wait(150) for client in clients] == [0, 0]
+        assert [client.wait(400) for client in clients] == [0, 0]
     finally:
         for client in clients:
             client.kill()

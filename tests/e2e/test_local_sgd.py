@@ -152,7 +152,8 @@ def test_the_same_bits_as_a_plain_loop(distbelief: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_the_same_weights_when_workers_are_killed(watched: Callable[..., Watched], transport: str) -> None:
-    run = watched(*SMALL, "--strategy", f"local_sgd:8:nesterov:{transport}", "--workers", 3)
+    hold = ["--set", "hold_step=100"]  # the last newcomer must have joined before the end
+    run = watched(*SMALL, *hold, "--strategy", f"local_sgd:8:nesterov:{transport}", "--workers", 3)
     for steps, place in ((8, 1), (32, 0), (56, 2)):
         run.after(steps)
         run.has_members(3)

@@ -4,7 +4,6 @@ And it finds what made a run fail."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import runpy
 import signal
@@ -12,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.support.runs.command import JOBS, Outcome, Run
+from tests.support.runs.watched import Watched
 
 Cli = Callable[..., Outcome]
 Wait = Callable[[Callable[[], object]], None]
@@ -27,13 +26,6 @@ def records(run_dir: Path, name: str, kind: str) -> list[dict[str, Any]]:
     path = run_dir / name
     whole = path.read_text().split("\n")[:-1] if path.exists() else []
     return [record for record in map(json.loads, filter(None, whole)) if record["kind"] == kind]
-
-
-def kill_a_worker(run_dir: Path) -> None:
-    members = records(run_dir, "journal.jsonl", "generation")[-1]["members"]
-    pid = random.choice(members)["pid"]
-    assert any("distbelief" in part for part in psutil.Process(pid).cmdline())
-    os.kill(pid, signal.SIGKILL)
 
 
 def checkpoints(run_dir: Path) -> list[int]:
@@ -50,14 +42,12 @@ def test_any_step_of_a_run_with_kills(
     """With everything in the job that makes exactness hard."""
     run_dir = tmp_path / "run"
     saving = ["--save-every", 8, "--keep-last", 100]
-    job = [JOBS / "everything.py", "--set", "epochs=8", "--set", "brake_s=0.05"]
-    (tmp_path / "brake").touch()
-    run = start("train", *job, "--workers", 4, *saving, "--run-dir", run_dir, "--json")
+    job = [JOBS / "everything.py", "--set", "epochs=8", "--set", "brake_s=0.05", "--set", "hold_step=26"]
+    run = Watched(start, tmp_path, wait_until, *job, "--workers", 4, *saving)
     for steps in (6, 15, 24):
-        wait_until(lambda steps=steps: len(records(run_dir, "metrics.jsonl", "step")) >= steps)
-        kill_a_worker(run_dir)
-    (tmp_path / "brake").unlink()
-    result = run.wait().json
+        run.after(steps)
+        run.signal(random.choice(run.living()), signal.SIGKILL)
+    result = run.result()
     assert result["recoveries"] >= 2
     saved = checkpoints(run_dir)
     assert len(saved) > 1, "a kill may have prevented some"

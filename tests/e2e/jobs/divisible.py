@@ -1,5 +1,6 @@
 """A small language model that can be divided in every way: blocks to cut between, heads and columns to share, a tied
-embedding, dropout. While there is a file `brake` in the folder in which the run was started, it is slow."""
+embedding, dropout. While there is a file `brake` in the folder in which the run was started, it is slow, and no member
+gets beyond step `hold_step`."""
 
 import time
 from pathlib import Path
@@ -47,7 +48,14 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def job(steps: int = 40, blocks: int = 4, dropout: float = 0.1, batch: int = 18, brake_s: float = 0.0) -> Job:
+def job(
+    steps: int = 40,
+    blocks: int = 4,
+    dropout: float = 0.1,
+    batch: int = 18,
+    brake_s: float = 0.0,
+    hold_step: int = -1,
+) -> Job:
     text = torch.randint(0, SYMBOLS, (100, LENGTH + 1), generator=torch.Generator().manual_seed(0))
 
     def braking(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -55,12 +63,17 @@ def job(steps: int = 40, blocks: int = 4, dropout: float = 0.1, batch: int = 18,
             time.sleep(brake_s)
         return loss(output, target)
 
+    def rate(step: int) -> float:
+        while 0 <= hold_step <= step and Path("brake").exists():
+            time.sleep(0.01)
+        return 1.0 / (1 + step / 20)
+
     return Job(
         name="divisible",
         model=lambda: Model(blocks, dropout),
         loss=braking,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-        schedule=lambda step: 1.0 / (1 + step / 20),
+        schedule=rate,
         clip_norm=1.0,
         data=(text[:, :-1], text[:, 1:]),
         validation=(text[:30, :-1], text[:30, 1:]),

@@ -64,7 +64,14 @@ def optimizer(parameters):
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-3}], lr=1e-2)
 
 
-def job(epochs: int = 3, brake_s: float = 0.0) -> Job:
+def job(epochs: int = 3, brake_s: float = 0.0, hold_step: int = -1) -> Job:
+    """While there is a file `brake`: every shard takes `brake_s` longer, and no member gets beyond step `hold_step`."""
+
+    def rate(step):
+        while 0 <= hold_step <= step and Path("brake").exists():
+            time.sleep(0.01)
+        return min(1.0, (step + 1) / 4)
+
     def braking(output, target):
         if brake_s and Path("brake").exists():  # slow for as long as the test needs time, then quick
             time.sleep(brake_s)
@@ -80,7 +87,7 @@ def job(epochs: int = 3, brake_s: float = 0.0) -> Job:
         shards=7,
         epochs=epochs,
         seed=5,
-        schedule=lambda step: min(1.0, (step + 1) / 4),
+        schedule=rate,
         clip_norm=0.5,
         validation=Augmented(),
         metrics={"accuracy": accuracy},

@@ -22,8 +22,11 @@ LARGE = ["--set", "wide=400000"]  # a checkpoint of 3 MB
 def until(condition: Callable[[], object], run: Run, limit_s: float = 300) -> None:
     """Wait for it while that run goes on."""
     deadline = time.monotonic() + limit_s
-    while not condition():
-        assert run.status() is None, run.wait()
+    while True:
+        ended = run.status() is not None  # looked at first: it may end right after the condition has come true
+        if condition():
+            return
+        assert not ended, run.wait()
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.01)
 
