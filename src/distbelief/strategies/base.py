@@ -523,6 +523,11 @@ class Strategy(ABC):
         """Why one process cannot compute a single step again; empty: it can."""
         return ""
 
+    def takeover_text(self, step: int, recomputed: int, units: int) -> str:
+        """For people: what is computed again when a generation finishes the unfinished `step` of an earlier one.
+        `recomputed`: how many of the step's `units` units of work. Empty: not worth a line."""
+        return ""
+
     def schedule_of(self, job: Job, samples: int) -> Schedule:
         """The samples of each step, for a data set of `samples` samples."""
         return Schedule(samples, job.global_batch, job.resolved_shards, job.drop_last)

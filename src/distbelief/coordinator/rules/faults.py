@@ -403,14 +403,10 @@ def taken_over(state: State, event: m.StepTakenOver, now: float) -> Result:
             failure = m.WorkerFailed(workers[-1], "", "exit", message, hint, step=step, shard=shard)
             return fail(state, failure, now)
     outputs: list[Output] = [Report({**line, "at": now})]
-    if state.config.stride > 1 and event.recomputed and state.reference:
-        outputs.append(say(_back_to_outer_step(event, state.reference.job.shards), now))
+    units = state.reference.job.shards if state.reference else 0
+    if text := state.config.parsed_strategy.takeover_text(event.step, event.recomputed, units):
+        outputs.append(say(text, now))
     return state, outputs
-
-
-def _back_to_outer_step(event: m.StepTakenOver, replicas: int) -> str:
-    again = f"{event.recomputed} of {replicas} replica{'s' if replicas > 1 else ''}"
-    return f"goes back to the last outer step, after step {event.step}: {again} computed again from there"
 
 
 def rolled_back(state: State, event: m.RolledBack, now: float) -> Result:

@@ -19,6 +19,7 @@ from distbelief.coordinator.rules.servers.fleet import Fleet
 from distbelief.errors import DistBeliefError
 from distbelief.options import RunOptions
 from distbelief.strategies import parse
+from distbelief.strategies.base import Strategy
 from distbelief.strategies.rules.degrees import Degrees, Wish
 
 REPORTED_GRACE_S: Final = 5.0
@@ -38,6 +39,14 @@ Status = Literal["completed", "failed", "stopped"]
 
 class ProtocolError(DistBeliefError):
     """A message that makes no sense in the present state. It is dropped; the run goes on."""
+
+
+class _Unnamed(Strategy):
+    """The strategy of a run that names none: the answers of the base class."""
+
+    on_workers = ""
+    exact = True
+    transport = "auto"
 
 
 class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
@@ -63,22 +72,27 @@ class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.wish  # raises for an unknown strategy
+        _ = self.parsed_strategy  # raises for an unknown strategy
+
+    @property
+    def parsed_strategy(self) -> Strategy:
+        """The strategy as a value, which answers the coordinator's questions."""
+        return parse(self.strategy) if self.strategy else _Unnamed()
 
     @property
     def wish(self) -> Wish | None:
         """How the strategy divides the model; None: every member has the whole model."""
-        return parse(self.strategy).wish if self.strategy else None
+        return self.parsed_strategy.wish
 
     @property
     def stride(self) -> int:
         """Steps that are committed together."""
-        return parse(self.strategy).stride if self.strategy else 1
+        return self.parsed_strategy.stride
 
     @property
     def unit(self) -> str:
         """The name, for people, of the unit of work that members divide among themselves."""
-        return parse(self.strategy).work_unit if self.strategy else "shard"
+        return self.parsed_strategy.work_unit
 
     @property
     def balances(self) -> bool:

@@ -138,6 +138,12 @@ class LocalSGD(Strategy):
     def stride(self) -> int:
         return self.steps
 
+    def takeover_text(self, step: int, recomputed: int, units: int) -> str:
+        if self.steps == 1 or not recomputed:
+            return ""
+        again = f"{recomputed} of {units} replica{'s' if units > 1 else ''}"
+        return f"goes back to the last outer step, after step {step}: {again} computed again from there"
+
     @property
     def sends_copies(self) -> bool:
         return not self.compression if self.copies is None else self.copies
