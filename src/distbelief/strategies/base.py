@@ -112,7 +112,7 @@ class RolledBack:
     step: int
     """The number of steps that are applied now."""
     source: str
-    """snapshots · checkpoint"""
+    """Where that state came from: `checkpoint`, or the strategy's own word (`Strategy.source_text`)."""
 
 
 class Portion(Protocol):
@@ -527,6 +527,10 @@ class Strategy(ABC):
         """For people: what is computed again when a generation finishes the unfinished `step` of an earlier one.
         `recomputed`: how many of the step's `units` units of work. Empty: not worth a line."""
         return ""
+
+    def source_text(self, source: str) -> str:
+        """For people: the source of the state that members went back to (`RolledBack.source`)."""
+        return "a checkpoint" if source == "checkpoint" else source
 
     def schedule_of(self, job: Job, samples: int) -> Schedule:
         """The samples of each step, for a data set of `samples` samples."""

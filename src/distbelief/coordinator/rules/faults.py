@@ -47,7 +47,6 @@ LOOK_EVERY_S = 2.0
 EXPLAINED_S = 1.0
 """A connection that breaks is most often the first sign of a death: wait this long for the report of it."""
 MOST_RETRIES = 10
-_SOURCES = {"snapshots": "snapshots in the memory of neighbours", "checkpoint": "a checkpoint"}
 
 
 # --- a process fails or ends -----------------------------------------------------------------------------------------
@@ -428,7 +427,7 @@ def rolled_back(state: State, event: m.RolledBack, now: float) -> Result:
         progress=forget(state.progress, event.step, event.reached),
         saves=saves,
     )
-    where = _SOURCES.get(event.source, event.source)
+    where = state.config.parsed_strategy.source_text(event.source)
     steps = "1 step is" if again == 1 else f"{again} steps are"
     text = f"goes back from step {event.reached} to {event.step} ({where}): {steps} executed again"
     facts = {"generation": event.generation, "step": event.step, "reached": event.reached, "source": event.source}

@@ -62,6 +62,9 @@ class Meshed(Strategy):
     def wish(self) -> Wish:
         """The degrees that the strategy requests."""
 
+    def source_text(self, source: str) -> str:
+        return "snapshots in the memory of neighbours" if source == "snapshots" else super().source_text(source)
+
     def _check(self, **degrees: int | None) -> None:
         for name, degree in degrees.items():
             _check_number(name, degree, least=1)
