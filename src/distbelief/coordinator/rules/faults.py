@@ -24,7 +24,6 @@ from dataclasses import replace
 from distbelief.control import messages as m
 from distbelief.coordinator.rules import balance, detector, explain, hosts
 from distbelief.coordinator.rules.ending import Result, fail, fail_without_culprit, record, say, with_worker
-from distbelief.coordinator.rules.generation import SHARING
 from distbelief.coordinator.rules.hosts import MOST_FAILED_HIRES, hire, launching
 from distbelief.coordinator.rules.progress import forget
 from distbelief.coordinator.rules.regroup import regroup, start_when_complete
@@ -41,6 +40,7 @@ from distbelief.coordinator.rules.vocabulary import (
     Ticked,
     Worker,
 )
+from distbelief.transport.rules import choice
 
 LOOK_EVERY_S = 2.0
 """Seconds between two looks at the load balance."""
@@ -254,7 +254,7 @@ def _is_unreachable(state: State, worker: Worker, now: float) -> bool:
 
     A coordinator that has just started does not know its hosts yet: then no worker counts as unreachable.
     """
-    apart = state.start is not None and state.start.transport not in SHARING
+    apart = state.start is not None and not choice.shares_memory(state.start.transport)
     return apart and bool(state.hosts) and hosts.is_silent(state.hosts, worker.host, now)
 
 
@@ -286,7 +286,7 @@ def host_lost(state: State, event: m.HostLost, now: float) -> Result:
     answer = Reply(m.Answer(state.epoch, True, "heard"))
     known = {*state.hosts, *state.placed.values(), *(worker.host for worker in state.workers.values())}
     known |= {*state.fleet.placed.values(), *(one.host for one in state.fleet.there.values())}
-    if event.host not in known or (state.start is not None and state.start.transport in SHARING):
+    if event.host not in known or (state.start is not None and choice.shares_memory(state.start.transport)):
         return state, [answer]
     reason = f"the host {event.host} is lost: {event.reason}"
     state, outputs, there = _without_host(state, event.host, reason, now)

@@ -21,6 +21,7 @@ from distbelief.options import RunOptions
 from distbelief.strategies import parse
 from distbelief.strategies.base import Strategy
 from distbelief.strategies.rules.degrees import Degrees, Wish
+from distbelief.transport.rules.choice import Wished
 
 REPORTED_GRACE_S: Final = 5.0
 """How long to wait for the cause of an exit whose status says that the cause is reported."""
@@ -65,7 +66,7 @@ class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
     """Whether agents of other hosts may join."""
     on_accelerators: bool = False
     """If so, every worker has its own state, even a worker that computes on a processor."""
-    transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
+    transport: Wished = "auto"
     exact: bool = True
     gather_timeout_s: float = 300.0
     """The longest time before the start without any worker joining or becoming ready."""
@@ -96,8 +97,8 @@ class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
 
     @property
     def balances(self) -> bool:
-        """False in a mesh: the members of one data index depend on each other, so no shard can move to one of them
-        alone."""
+        """False where the model is divided: the members of one data index depend on each other, so no shard can move to
+        one of them alone."""
         return self.balance and self.wish is None
 
 
@@ -353,7 +354,7 @@ class State:
 
     @property
     def degrees(self) -> Degrees | None:
-        """The present mesh's degrees, if the model is divided."""
+        """How many ways the model is divided now; None: every member has the whole model."""
         return Degrees(*self.start.degrees) if self.start and self.start.degrees else None
 
     def is_member(self, worker: int) -> bool:
