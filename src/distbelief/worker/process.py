@@ -46,9 +46,9 @@ from distbelief.control.messages import (
 )
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
 from distbelief.transport.abort import Abort, Aborted
+from distbelief.transport.exchange import DeathWatch
 from distbelief.transport.gloo.group import forget_groups
 from distbelief.transport.membership import Earlier, Membership
-from distbelief.transport.shm.exchange import SharedExchange
 from distbelief.transport.shm.segment import Memory, Segment, SegmentClient
 from distbelief.worker.devices import identity
 from distbelief.worker.failure import describe_failure
@@ -265,8 +265,8 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             saver = place.saver
             link.progress.save = lambda wish: saver.ask(wish, link.progress.step)
             link.progress.seal = saver.seal
-        if membership.shared and spec.options.threads == 1 and exchange.size > 1:
-            threading.Thread(target=_watch_neighbour, args=[membership.shared, link, action], daemon=True).start()
+        if membership.watch and spec.options.threads == 1 and exchange.size > 1:
+            threading.Thread(target=_watch_neighbour, args=[membership.watch, link, action], daemon=True).start()
         if action.rank == 0:
             write_job_json(spec, loaded, len(action.members))
             _report_takeover(link, replica, action)
@@ -380,11 +380,11 @@ def _adopt_frozen(spec: WorkerSpec, loaded: Loaded) -> None:
             loaded.prepared.set_frozen(found)
 
 
-def _watch_neighbour(exchange: SharedExchange, link: ControlLink, action: TrainGeneration) -> None:
+def _watch_neighbour(watch: DeathWatch, link: ControlLink, action: TrainGeneration) -> None:
     """Runs in a thread: report the death of the next member's training thread. Only for members with one thread: other
     threads of a dying process could still write for a moment."""
     while True:
-        rank, news = exchange.neighbour(timeout_s=1.0)
+        rank, news = watch.neighbour(timeout_s=1.0)
         if news == "dead":
             me, dead = action.members[action.rank].worker, action.members[rank].worker
             link.send(PeerDied(me, action.generation, dead))

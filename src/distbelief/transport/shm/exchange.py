@@ -289,8 +289,6 @@ class SharedExchange:
         """Nothing to do: all members share one state."""
 
     def neighbour(self, timeout_s: float) -> tuple[int, Literal["alive", "ended", "dead"]]:
-        """Watch the next member for at most `timeout_s`. Returns its rank and whether it is alive. Callable from any
-        thread, after all members have met once."""
         rank = (self.rank + 1) % self.size
         return rank, self._block.liveness[rank].watch(timeout_s)
 
