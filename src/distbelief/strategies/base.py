@@ -13,8 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from distbelief.instrument import Instrument
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.rules.degrees import Wish
@@ -417,23 +418,6 @@ class ServerHost(Protocol):
         newest checkpoint. `lazily`: tensors are read on access."""
 
 
-Phase = Literal["data", "forward", "backward", "reduce", "optimizer", "wait", "evaluation", "checkpoint"]
-"""The phases of a profile, on which a worker spends its time."""
-
-
-@dataclass(frozen=True)
-class Instrument:
-    """Functions whose time counts for a phase while a profile is recorded. Modules are named, not imported."""
-
-    phase: Phase
-    module: str
-    owner: str
-    """A class; its subclasses are included. Empty: the functions are module-level."""
-    names: tuple[str, ...]
-    is_context: bool = False
-    """Whether the functions return context managers: the time of the `with` block counts."""
-
-
 class Strategy(ABC):
     """How a job is learnt: a frozen value whose string form the parser reads again. It answers the questions of
     launcher, coordinator, worker and tools, which never check its type. The defaults here are those of a strategy like
@@ -445,7 +429,7 @@ class Strategy(ABC):
     """Whether workers keep the memory freed by a step for the next step, in huge pages. False: it returns to the
     system, as strategies that divide the model expect."""
     instruments: ClassVar[tuple[Instrument, ...]] = ()
-    """The strategy's functions that a profile times, in addition to those of the worker and of the transports."""
+    """The strategy's functions that a profile times, in addition to what modules declare (`instrument.py`)."""
     on_servers: ClassVar[str] = ""
     """The servers' module, if there are servers, with a function `serve(host)`."""
 

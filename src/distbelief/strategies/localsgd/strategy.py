@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Literal, get_args
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import canonical
 from distbelief.errors import JobError
+from distbelief.instrument import Instrument
 from distbelief.job import Job
-from distbelief.strategies.base import Instrument, Strategy
+from distbelief.strategies.base import Strategy
 from distbelief.strategies.dataparallel.strategy import REPLICA_UPDATE
 
 Outer = Literal["average", "nesterov"]

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Literal
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import canonical
 from distbelief.errors import JobError
-from distbelief.strategies.base import Instrument, Strategy
+from distbelief.instrument import Instrument
+from distbelief.strategies.base import Strategy
 from distbelief.strategies.mesh.rules.schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule
 from distbelief.strategies.rules.degrees import Wish, dotted
 

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Literal
 
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.errors import JobError
-from distbelief.strategies.base import Instrument, Strategy
+from distbelief.instrument import Instrument
+from distbelief.strategies.base import Strategy
 from distbelief.strategies.dataparallel.strategy import REPLICA_UPDATE
 from distbelief.strategies.ps.rules.options import ASYNCHRONOUS, MODES, ParameterServerOptions
 

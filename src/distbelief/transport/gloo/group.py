@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from distbelief.instrument import Instrument
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import TRANSFER_BYTES, Backups, DiedComputing
 from distbelief.transport.gloo.rendezvous import Rendezvous, RendezvousStore
@@ -31,6 +32,8 @@ _HOPELESS_S = 5.0  # used if giving up the wait ends the process
 _ASLEEP_S = 30.0  # user code may sleep for a while
 _OF_A_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 """Errors of this member's own device. AcceleratorError is missing in the oldest supported torch."""
+
+TIMED = (Instrument("wait", __name__, "TorchGroup", ("gather",)),)
 
 
 class _Thread:

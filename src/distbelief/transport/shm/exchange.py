@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from distbelief.errors import DistBeliefError
+from distbelief.instrument import Instrument
 from distbelief.transport.abort import Abort
 from distbelief.transport.exchange import (
     TRANSFER_BYTES,
@@ -46,6 +47,8 @@ from distbelief.transport.shm.controlblock import (
     SharedBackups,
 )
 from distbelief.transport.shm.segment import Segment, SegmentClient
+
+TIMED = (Instrument("reduce", __name__, "SharedExchange", ("_reduce", "share")),)
 
 
 class SharedExchange:
