@@ -430,6 +430,9 @@ class Strategy(ABC):
     system, as strategies that divide the model expect."""
     instruments: ClassVar[tuple[Instrument, ...]] = ()
     """The strategy's functions that a profile times, in addition to what modules declare (`instrument.py`)."""
+    pace_names: ClassVar[tuple[str, ...]] = ()
+    """The names of the numbers of a member's pace (`Training.spent`), if members choose it themselves. They begin with
+    1."""
     on_servers: ClassVar[str] = ""
     """The servers' module, if there are servers, with a function `serve(host)`."""
 
@@ -511,6 +514,10 @@ class Strategy(ABC):
         """For people: what is computed again when a generation finishes the unfinished `step` of an earlier one.
         `recomputed`: how many of the step's `units` units of work. Empty: not worth a line."""
         return ""
+
+    def pace_text(self, pace: Sequence[int]) -> str:
+        """For people: what a member does that has chosen this pace."""
+        return "works with " + ", ".join(f"{name}={n}" for name, n in zip(self.pace_names, pace, strict=True))
 
     def source_text(self, source: str) -> str:
         """For people: the source of the state that members went back to (`RolledBack.source`)."""
