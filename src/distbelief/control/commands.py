@@ -60,7 +60,7 @@ class StartGeneration(Struct, frozen=True, tag=True):
     members: list[Member]
     """By rank. A worker that receives this command and is no member is a spare and waits."""
     transport: str
-    """shm · slots · gloo · nccl"""
+    """How the members exchange data, by the name of the transport."""
     past: list[PastGeneration] = []
     """Newest first."""
     reported: int = 0
@@ -68,7 +68,8 @@ class StartGeneration(Struct, frozen=True, tag=True):
     sealed: int = 0
     """The step of the newest checkpoint."""
     degrees: list[int] = []
-    """The mesh's degrees: pipeline, data, sharded, tensor. Empty: every member has the whole model."""
+    """How many ways the model and its data are divided: pipeline, data, sharded, tensor. Empty: every member has the
+    whole model."""
 
 
 class Refuse(Struct, frozen=True, tag=True):

@@ -42,7 +42,7 @@ class Timing(Struct, frozen=True):
     plain_bytes: int = 0
     """The size of those gradients uncompressed."""
     pace: list[int] = []
-    """n_push and n_fetch, where the worker adapts them."""
+    """The pace that the member has chosen, in the strategy's own numbers; empty: members choose none."""
     helped: int = 0
     """Shards that the member has computed for late members."""
 
@@ -222,7 +222,7 @@ class RolledBack(Struct, frozen=True, tag=True):
     step: int
     """Steps applied in the state from which the run goes on."""
     source: str
-    """snapshots (in the memory of neighbours) · checkpoint"""
+    """Where that state came from: `checkpoint`, or a word of the strategy."""
 
 
 class PlanShown(Struct, frozen=True, tag=True):

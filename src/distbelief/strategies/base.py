@@ -13,8 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from distbelief.instrument import Instrument
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.rules.degrees import Wish
@@ -115,7 +116,7 @@ class RolledBack:
     step: int
     """The number of steps that are applied now."""
     source: str
-    """snapshots · checkpoint"""
+    """Where that state came from: `checkpoint`, or the strategy's own word (`Strategy.source_text`)."""
 
 
 class Portion(Protocol):
@@ -420,23 +421,6 @@ class ServerHost(Protocol):
         newest checkpoint. `lazily`: tensors are read on access."""
 
 
-Phase = Literal["data", "forward", "backward", "reduce", "optimizer", "wait", "evaluation", "checkpoint"]
-"""The phases of a profile, on which a worker spends its time."""
-
-
-@dataclass(frozen=True)
-class Instrument:
-    """Functions whose time counts for a phase while a profile is recorded. Modules are named, not imported."""
-
-    phase: Phase
-    module: str
-    owner: str
-    """A class; its subclasses are included. Empty: the functions are module-level."""
-    names: tuple[str, ...]
-    is_context: bool = False
-    """Whether the functions return context managers: the time of the `with` block counts."""
-
-
 class Strategy(ABC):
     """How a job is learnt: a frozen value whose string form the parser reads again. It answers the questions of
     launcher, coordinator, worker and tools, which never check its type. The defaults here are those of a strategy like
@@ -448,7 +432,10 @@ class Strategy(ABC):
     """Whether workers keep the memory freed by a step for the next step, in huge pages. False: it returns to the
     system, as strategies that divide the model expect."""
     instruments: ClassVar[tuple[Instrument, ...]] = ()
-    """The strategy's functions that a profile times, in addition to those of the worker and of the transports."""
+    """The strategy's functions that a profile times, in addition to what modules declare (`instrument.py`)."""
+    pace_names: ClassVar[tuple[str, ...]] = ()
+    """The names of the numbers of a member's pace (`Training.spent`), if members choose it themselves. They begin with
+    1."""
     on_servers: ClassVar[str] = ""
     """The servers' module, if there are servers, with a function `serve(host)`."""
 
@@ -525,6 +512,19 @@ class Strategy(ABC):
     def no_replay(self) -> str:
         """Why one process cannot compute a single step again; empty: it can."""
         return ""
+
+    def takeover_text(self, step: int, recomputed: int, units: int) -> str:
+        """For people: what is computed again when a generation finishes the unfinished `step` of an earlier one.
+        `recomputed`: how many of the step's `units` units of work. Empty: not worth a line."""
+        return ""
+
+    def pace_text(self, pace: Sequence[int]) -> str:
+        """For people: what a member does that has chosen this pace."""
+        return "works with " + ", ".join(f"{name}={n}" for name, n in zip(self.pace_names, pace, strict=True))
+
+    def source_text(self, source: str) -> str:
+        """For people: the source of the state that members went back to (`RolledBack.source`)."""
+        return "a checkpoint" if source == "checkpoint" else source
 
     def schedule_of(self, job: Job, samples: int) -> Schedule:
         """The samples of each step, for a data set of `samples` samples."""

@@ -23,7 +23,7 @@ class Abort:
         self.left_behind = False
         """The training thread did not wake up: a successor thread continues in its place."""
         self.leave: Callable[[], None] | None = None
-        """Starts the successor thread; None: the process must end instead. See worker/process.py."""
+        """Starts the successor thread; None: the process must end instead. See transport/gloo/group.py."""
 
     def set(self, reason: str) -> None:
         self.reason = reason or "aborted"

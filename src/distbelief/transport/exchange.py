@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -223,6 +223,14 @@ class Group(Protocol):
         """The bytes of every member, by rank. Not for the step path."""
 
     def close(self) -> None: ...
+
+
+class DeathWatch(Protocol):
+    """A group in which a member can see that another member's training thread died, before its agent can."""
+
+    def neighbour(self, timeout_s: float) -> tuple[int, Literal["alive", "ended", "dead"]]:
+        """Watch the next member for at most `timeout_s`. Returns its rank and whether it is alive. Callable from any
+        thread, after all members have met once."""
 
 
 class Exchange(Group, Protocol):

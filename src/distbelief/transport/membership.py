@@ -9,7 +9,7 @@ from distbelief.control.credentials import Credential
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range
 from distbelief.transport.abort import Abort
-from distbelief.transport.exchange import Geometry
+from distbelief.transport.exchange import DeathWatch, Geometry
 from distbelief.transport.gloo.group import TorchGroup
 from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.controlblock import GenerationMemory
@@ -46,8 +46,8 @@ class Membership:
     """Segments that this process keeps across generations."""
     device_memory: dict[str, Memory] = field(default_factory=dict)
     """Device memory that it keeps."""
-    shared: SharedExchange | None = None
-    """The open exchange in shared memory, in which other members' threads can be watched."""
+    watch: DeathWatch | None = None
+    """The open exchange, if deaths of other members can be seen in it; else None."""
 
     @property
     def size(self) -> int:
@@ -73,8 +73,9 @@ class Membership:
     def share(self, segments: SegmentClient, geometry: Callable[[Sequence[Range]], Geometry]) -> SharedExchange:
         """Open the exchange in the shared memory of one host."""
         past = self.past(geometry)
-        self.shared = SharedExchange(segments, self.name, self.rank, geometry(self.ranges), self.abort, past)
-        return self.shared
+        exchange = SharedExchange(segments, self.name, self.rank, geometry(self.ranges), self.abort, past)
+        self.watch = exchange
+        return exchange
 
 
 def _name(generation: int) -> str:

@@ -40,7 +40,7 @@ def _hint(error: BaseException) -> str:
     if "does not have a deterministic implementation" in str(error):
         return (
             "exact strategies need kernels that give the same bits every time: use another operation, or a strategy "
-            "that is not exact (allreduce:inexact, ps:async)"
+            "that is not exact"
         )
     return ""
 

@@ -15,9 +15,7 @@ import gc
 import os
 import signal
 import socket
-import sys
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.distributed as dist
 
 from distbelief.control.addresses import interface_to
 from distbelief.control.messages import (
@@ -46,9 +43,9 @@ from distbelief.control.messages import (
 )
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
 from distbelief.transport.abort import Abort, Aborted
-from distbelief.transport.gloo.group import forget_groups
+from distbelief.transport.exchange import DeathWatch
+from distbelief.transport.gloo.group import train_or_be_succeeded, use_interface
 from distbelief.transport.membership import Earlier, Membership
-from distbelief.transport.shm.exchange import SharedExchange
 from distbelief.transport.shm.segment import Memory, Segment, SegmentClient
 from distbelief.worker.devices import identity
 from distbelief.worker.failure import describe_failure
@@ -65,9 +62,6 @@ if TYPE_CHECKING:
 
 LEAVE_AFTER_S = 0.3
 _UNHEARD = 256  # steps; more than are committed between two heartbeats
-
-_kept: list[dist.ProcessGroup] = []
-"""gloo groups in which a thread still waits: their destructor would wait for that thread."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: 
         signal.signal(number, lambda number, frame: os._exit(0))  # nothing depends on this worker yet
     torch.set_num_threads(spec.options.threads)
     # Use the interface that reaches the coordinator; the host's name may resolve to another one.
-    os.environ["GLOO_SOCKET_IFNAME"] = interface_to(spec.address)
+    use_interface(interface_to(spec.address))
     segments = SegmentClient(segment_socket) if segment_socket else None
     loaded: Loaded | None = None
     failure: WorkerFailed | None = None
@@ -146,8 +140,7 @@ def _close(loaded: Loaded) -> None:
 
 
 def _go_on(place: Place, loaded: Loaded, by_hand: bool) -> int:
-    """Continue in a new thread, because gloo blocks the thread that trained."""
-    print("gloo did not notice the end of a generation: its thread is left behind, another one continues", flush=True)
+    """Continue in a new thread, because the thread that trained stays blocked."""
     _let_go(place, loaded)
     try:
         return _serve(place, loaded, by_hand)
@@ -207,40 +200,6 @@ def _obey(place: Place, loaded: Loaded, go_on: Callable[[], int]) -> Leave:
                         link.send(CollectiveFailed(worker, action.generation, str(error)))
 
 
-def train_or_be_succeeded(train: Callable[[], None], abort: Abort, go_on: Callable[[], int]) -> None:
-    """Run `train`. If gloo keeps its thread in spite of the abort, a second thread runs `go_on`, and the process ends
-    with the status that `go_on` returns.
-
-    gloo does not always wake a waiting thread when a connection ends (docs/decisions/0018). That thread is lost until
-    gloo's own timeout, minutes later; the worker keeps its state and continues. This function then never returns, even
-    if `train` wakes later."""
-    cores, default_device = torch.get_num_threads(), torch.get_default_device()
-
-    def succeed() -> None:
-        status = 1
-        try:
-            torch.set_num_threads(cores)  # both settings belong to a thread, not to the process
-            if default_device.type != "cpu":
-                torch.set_default_device(default_device)
-            _kept.extend(forget_groups())
-            status = go_on()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-
-    abort.leave = threading.Thread(target=succeed, name="training", daemon=True).start
-    try:
-        train()
-    except BaseException:
-        if not abort.left_behind:
-            raise
-    if abort.left_behind:
-        threading.Event().wait()  # Python delivers signals to the main thread, so it must not end
-
-
 def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abort: Abort) -> None:
     spec, link = place.spec, place.link
     mine = action.ranges[action.rank]
@@ -265,8 +224,8 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             saver = place.saver
             link.progress.save = lambda wish: saver.ask(wish, link.progress.step)
             link.progress.seal = saver.seal
-        if membership.shared and spec.options.threads == 1 and exchange.size > 1:
-            threading.Thread(target=_watch_neighbour, args=[membership.shared, link, action], daemon=True).start()
+        if membership.watch and spec.options.threads == 1 and exchange.size > 1:
+            threading.Thread(target=_watch_neighbour, args=[membership.watch, link, action], daemon=True).start()
         if action.rank == 0:
             write_job_json(spec, loaded, len(action.members))
             _report_takeover(link, replica, action)
@@ -380,11 +339,11 @@ def _adopt_frozen(spec: WorkerSpec, loaded: Loaded) -> None:
             loaded.prepared.set_frozen(found)
 
 
-def _watch_neighbour(exchange: SharedExchange, link: ControlLink, action: TrainGeneration) -> None:
+def _watch_neighbour(watch: DeathWatch, link: ControlLink, action: TrainGeneration) -> None:
     """Runs in a thread: report the death of the next member's training thread. Only for members with one thread: other
     threads of a dying process could still write for a moment."""
     while True:
-        rank, news = exchange.neighbour(timeout_s=1.0)
+        rank, news = watch.neighbour(timeout_s=1.0)
         if news == "dead":
             me, dead = action.members[action.rank].worker, action.members[rank].worker
             link.send(PeerDied(me, action.generation, dead))

@@ -1,8 +1,10 @@
-"""Shared machinery asks the strategy what it needs. It names no strategy, exchange or replica of a feature."""
+"""Shared machinery asks the strategy what it needs. It names no strategy, and no exchange or replica of a feature, in
+code or in prose. Outside of the package transport, its code names no transport."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import lru_cache
@@ -13,6 +15,10 @@ import pytest
 SOURCE = Path(__file__).parents[3] / "src" / "distbelief"
 FOLDERS = ("worker", "control", "coordinator", "transport")
 FEATURES = ("dataparallel", "localsgd", "mesh", "ps", "sandblaster")
+WORDS = re.compile(r"allreduce|local_?sgd|sandblaster|\bps:|n_push|n_fetch|outer\s+steps?\b|mesh", re.IGNORECASE)
+"""Words of single strategies, refused in code, docstrings, comments and texts."""
+TRANSPORTS = ("shm", "slots", "gloo", "nccl")
+"""Refused as whole strings: `transport/rules/choice.py` answers questions about a transport."""
 MODULES = tuple(f"distbelief.strategies.{feature}." for feature in FEATURES)
 
 
@@ -47,9 +53,34 @@ def faults(content: str, refused: frozenset[str]) -> list[str]:
     return found
 
 
+def words_of_features(content: str) -> list[str]:
+    """Words of single strategies. A docstring may break a line within `outer step`."""
+    lines = [(content.count("\n", 0, found.start()) + 1, found[0]) for found in WORDS.finditer(content)]
+    return [f"line {number}: {word}" for number, word in lines]
+
+
+def named_transports(content: str) -> list[str]:
+    constants = [node for node in ast.walk(ast.parse(content)) if isinstance(node, ast.Constant)]
+    return [f"line {node.lineno}: {node.value!r}" for node in constants if node.value in TRANSPORTS]
+
+
 @pytest.mark.parametrize("module", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_machinery_names_no_feature(module: Path) -> None:
     assert faults(module.read_text(), names_of_features()) == []
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_machinery_has_no_words_of_a_feature(module: Path) -> None:
+    content = module.read_text()
+    assert words_of_features(content) == []
+    if not module.is_relative_to(SOURCE / "transport"):
+        assert named_transports(content) == []
+
+
+def test_a_word_of_a_feature_would_be_found() -> None:
+    bad = '# not in a mesh\nraise JobError(\'use ps:async\')\nsteps: int\n"""the last outer\nstep"""\nn_push = 1\n'
+    assert words_of_features(bad) == ["line 1: mesh", "line 2: ps:", "line 4: outer\nstep", "line 6: n_push"]
+    assert named_transports("if one.transport in ('shm', other): print('over gloo')") == ["line 1: 'shm'"]
 
 
 def test_a_name_of_a_feature_would_be_found() -> None:

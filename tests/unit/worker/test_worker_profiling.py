@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from distbelief import transport
 from distbelief.control.credentials import Authority
 from distbelief.control.messages import TracePart
 from distbelief.coordinator.runfiles import keep_trace
 from distbelief.errors import DistBeliefError, JobError
+from distbelief.instrument import Instrument, declared, places
 from distbelief.observe.profiling.parts import read_parts
 from distbelief.options import RunOptions, profile_plan
-from distbelief.strategies import parse
-from distbelief.strategies.base import Instrument
+from distbelief.strategies import flatmodel, parse
 from distbelief.worker.profiling import profiler as profiling
-from distbelief.worker.profiling.instruments import INSTRUMENTS, Instruments, Spans, places
+from distbelief.worker.profiling.instruments import INSTRUMENTS, Instruments, Spans
 from distbelief.worker.profiling.profiler import Profiler, window
 from distbelief.worker.spec import WorkerSpec
 
 STRATEGIES = ("allreduce", "ps:async", "sandblaster", "local_sgd:8", "pipeline:4")
 OF_STRATEGIES = tuple(dict.fromkeys(one for text in STRATEGIES for one in parse(text).instruments))
+for package in (transport, flatmodel):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+TABLE = (*INSTRUMENTS, *declared(), *OF_STRATEGIES)
 
 
-@pytest.mark.parametrize("instrument", [*INSTRUMENTS, *OF_STRATEGIES], ids=lambda one: f"{one.owner or one.module}")
+def test_every_exchange_and_its_waits_are_timed() -> None:
+    there = {(one.owner, one.phase) for one in declared()}
+    exchanges = ("SharedExchange", "TorchExchange", "DeviceExchange")
+    assert there >= {(name, "reduce") for name in exchanges}
+    assert there >= {(name, "wait") for name in ("FutexFlags", "TorchGroup", "TorchExchange", "DeviceExchange")}
+
+
+@pytest.mark.parametrize("instrument", TABLE, ids=lambda one: f"{one.owner or one.module}")
 def test_the_table_names_code_that_exists(instrument: Instrument) -> None:
     """Whoever renames a function of the step path changes the table, or a phase would vanish without a word."""
     found = {name for _, name in places(instrument, importlib.import_module(instrument.module))}
@@ -34,12 +47,11 @@ def test_the_table_names_code_that_exists(instrument: Instrument) -> None:
 
 
 def test_what_is_attached_is_detached() -> None:
-    table = (*INSTRUMENTS, *OF_STRATEGIES)
-    for instrument in table:
+    for instrument in TABLE:
         importlib.import_module(instrument.module)
     before = [
         (owner, name, vars(owner)[name])
-        for instrument in table
+        for instrument in TABLE
         for owner, name in places(instrument, importlib.import_module(instrument.module))
     ]
     instruments = Instruments(Spans(), OF_STRATEGIES)

@@ -65,7 +65,7 @@ def complete(state: State, now: float) -> Result:
         result["staleness"] = first.staleness
     if backups := helped(state.progress, state.members):
         result["helped"] = backups
-    if pace := paces(state.progress, state.members):
+    if pace := paces(state.progress, state.members, state.config.parsed_strategy.pace_names):
         result["pace"] = pace
     if first.plain_bytes:
         result["wire_ratio"] = first.wire_bytes / first.plain_bytes

@@ -24,7 +24,6 @@ from dataclasses import replace
 from distbelief.control import messages as m
 from distbelief.coordinator.rules import balance, detector, explain, hosts
 from distbelief.coordinator.rules.ending import Result, fail, fail_without_culprit, record, say, with_worker
-from distbelief.coordinator.rules.generation import SHARING
 from distbelief.coordinator.rules.hosts import MOST_FAILED_HIRES, hire, launching
 from distbelief.coordinator.rules.progress import forget
 from distbelief.coordinator.rules.regroup import regroup, start_when_complete
@@ -41,13 +40,13 @@ from distbelief.coordinator.rules.vocabulary import (
     Ticked,
     Worker,
 )
+from distbelief.transport.rules import choice
 
 LOOK_EVERY_S = 2.0
 """Seconds between two looks at the load balance."""
 EXPLAINED_S = 1.0
 """A connection that breaks is most often the first sign of a death: wait this long for the report of it."""
 MOST_RETRIES = 10
-_SOURCES = {"snapshots": "snapshots in the memory of neighbours", "checkpoint": "a checkpoint"}
 
 
 # --- a process fails or ends -----------------------------------------------------------------------------------------
@@ -255,7 +254,7 @@ def _is_unreachable(state: State, worker: Worker, now: float) -> bool:
 
     A coordinator that has just started does not know its hosts yet: then no worker counts as unreachable.
     """
-    apart = state.start is not None and state.start.transport not in SHARING
+    apart = state.start is not None and not choice.shares_memory(state.start.transport)
     return apart and bool(state.hosts) and hosts.is_silent(state.hosts, worker.host, now)
 
 
@@ -287,7 +286,7 @@ def host_lost(state: State, event: m.HostLost, now: float) -> Result:
     answer = Reply(m.Answer(state.epoch, True, "heard"))
     known = {*state.hosts, *state.placed.values(), *(worker.host for worker in state.workers.values())}
     known |= {*state.fleet.placed.values(), *(one.host for one in state.fleet.there.values())}
-    if event.host not in known or (state.start is not None and state.start.transport in SHARING):
+    if event.host not in known or (state.start is not None and choice.shares_memory(state.start.transport)):
         return state, [answer]
     reason = f"the host {event.host} is lost: {event.reason}"
     state, outputs, there = _without_host(state, event.host, reason, now)
@@ -403,14 +402,10 @@ def taken_over(state: State, event: m.StepTakenOver, now: float) -> Result:
             failure = m.WorkerFailed(workers[-1], "", "exit", message, hint, step=step, shard=shard)
             return fail(state, failure, now)
     outputs: list[Output] = [Report({**line, "at": now})]
-    if state.config.stride > 1 and event.recomputed and state.reference:
-        outputs.append(say(_back_to_outer_step(event, state.reference.job.shards), now))
+    units = state.reference.job.shards if state.reference else 0
+    if text := state.config.parsed_strategy.takeover_text(event.step, event.recomputed, units):
+        outputs.append(say(text, now))
     return state, outputs
-
-
-def _back_to_outer_step(event: m.StepTakenOver, replicas: int) -> str:
-    again = f"{event.recomputed} of {replicas} replica{'s' if replicas > 1 else ''}"
-    return f"goes back to the last outer step, after step {event.step}: {again} computed again from there"
 
 
 def rolled_back(state: State, event: m.RolledBack, now: float) -> Result:
@@ -432,7 +427,7 @@ def rolled_back(state: State, event: m.RolledBack, now: float) -> Result:
         progress=forget(state.progress, event.step, event.reached),
         saves=saves,
     )
-    where = _SOURCES.get(event.source, event.source)
+    where = state.config.parsed_strategy.source_text(event.source)
     steps = "1 step is" if again == 1 else f"{again} steps are"
     text = f"goes back from step {event.reached} to {event.step} ({where}): {steps} executed again"
     facts = {"generation": event.generation, "step": event.step, "reached": event.reached, "source": event.source}

@@ -1,6 +1,6 @@
 """The plan of a generation: which workers are members, in which seat, with which shards, and over which transport.
 
-The members of a mesh hold the parts of a divided model in their own memory, and only members of the new generation pass
+Where the model is divided, members hold its parts in their own memory, and only members of the new generation pass
 state on. So `seat` first gives a seat to one holder of every part that still exists, and gives each worker the seat for
 which the least state must move. With unchanged degrees all members keep their seats, and a new worker takes the seat of
 a dead one.
@@ -16,9 +16,7 @@ from distbelief.coordinator.rules import assignment
 from distbelief.coordinator.rules.vocabulary import RunConfig, State, Worker
 from distbelief.shards import Range
 from distbelief.strategies.rules.degrees import Degrees, Place, fit, ranges
-
-SHARING = ("shm", "slots")
-"""Transports in shared memory: a member that does not answer must be killed before the others go on."""
+from distbelief.transport.rules import choice
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Plan:
     problem: str = ""
     """Why this generation is impossible; then the other fields describe the impossible generation."""
     degrees: Degrees | None = None
-    """The mesh's degrees, if the model is divided."""
+    """How many ways the model is divided; None: every member has the whole model."""
 
 
 def plan_members(config: RunConfig, shards: int, workers: Sequence[Worker], cut: Sequence[Range] | None = None) -> Plan:
@@ -40,7 +38,7 @@ def plan_members(config: RunConfig, shards: int, workers: Sequence[Worker], cut:
         cut = _ranges(config, shards, seated)
     hosts = sorted({worker.host for worker in seated})
     gpus = [worker.gpu for worker in seated]
-    transport, problem = _transport(config.transport, hosts, gpus, config.on_accelerators)
+    transport, problem = choice.choose(config.transport, hosts, gpus, config.on_accelerators)
     return Plan(
         members=[Member(w.number, w.host, mine, w.pid, gpu=w.gpu) for w, mine in zip(seated, cut, strict=True)],
         spares=[worker.number for worker in workers[shards:]],
@@ -49,28 +47,8 @@ def plan_members(config: RunConfig, shards: int, workers: Sequence[Worker], cut:
     )
 
 
-def _transport(wished: str, hosts: Sequence[str], gpus: Sequence[str], on_accelerators: bool) -> tuple[str, str]:
-    """(transport, why it is impossible). With shm all members share one state in memory; with slots each member has its
-    own state, and shared memory carries gradients only. A run never changes between these two, because a new member
-    would look for the state in the wrong place.
-
-    >>> _transport("auto", ["a"], ["", ""], False), _transport("auto", ["a"], ["gpu 0", "gpu 0"], True)
-    (('shm', ''), ('slots', ''))
-    >>> _transport("auto", ["a", "b"], ["gpu 0", "gpu 1"], True)
-    ('nccl', '')
-    """
-    each_its_own = len(gpus) > 1 and all(gpus) and len(set(gpus)) == len(gpus)
-    if wished == "auto":
-        wished = "nccl" if each_its_own else "shm" if len(hosts) == 1 else "gloo"
-    if wished == "shm" and len(hosts) > 1:
-        return wished, f"shared memory was asked for, but the workers are on {len(hosts)} hosts: {', '.join(hosts)}"
-    if wished == "nccl" and len(gpus) > 1 and not each_its_own:
-        return wished, "NCCL was asked for, and it wants a GPU for each worker: here some share one, or have none"
-    return ("slots" if wished == "shm" and on_accelerators else wished), ""
-
-
-def plan_mesh(state: State, shards: int, workers: Sequence[Worker]) -> Plan:
-    """The largest mesh that these workers can form; workers without a seat are spares."""
+def plan_degrees(state: State, shards: int, workers: Sequence[Worker]) -> Plan:
+    """The largest division of the model for which there are enough workers; workers without a seat are spares."""
     wish = state.config.wish
     assert wish is not None
     degrees = fit(wish, len(workers), shards)
@@ -80,7 +58,7 @@ def plan_mesh(state: State, shards: int, workers: Sequence[Worker]) -> Plan:
         for rank, (one, mine) in enumerate(zip(order, ranges(degrees, shards), strict=True))
     ]
     spares = [worker.number for index, worker in enumerate(workers) if index not in set(order)]
-    return Plan(members, spares, "gloo", degrees=degrees)
+    return Plan(members, spares, choice.FOR_PARTS, degrees=degrees)
 
 
 def takes(state: State, workers: int) -> bool:
@@ -98,11 +76,11 @@ def _ranges(config: RunConfig, shards: int, seated: Sequence[Worker]) -> list[Ra
     return assignment.equal(shards, len(seated))
 
 
-# --- seats in a mesh -------------------------------------------------------------------------------------------------
+# --- seats in a divided model ----------------------------------------------------------------------------------------
 
 
 def seat(new: Degrees, old: Degrees | None, ranks: Sequence[int | None]) -> list[int]:
-    """The candidate for each rank of the new mesh. `ranks`: each candidate's rank in the old mesh, if it had one.
+    """The candidate for each rank of the new degrees. `ranks`: each candidate's rank in the old degrees, if it had one.
 
     >>> seat(Degrees(pipeline=2), Degrees(pipeline=2, data=2), [0, 1, 3])  # rank 2, of the second stage, has died
     [0, 2]

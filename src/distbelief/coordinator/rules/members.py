@@ -23,6 +23,7 @@ from distbelief.coordinator.rules.ending import Result, fail, record, say, with_
 from distbelief.coordinator.rules.hosts import hire
 from distbelief.coordinator.rules.regroup import regroup, release, start_when_complete
 from distbelief.coordinator.rules.vocabulary import Output, ProtocolError, Reply, Send, State, Worker
+from distbelief.transport.rules import choice
 
 # --- joining ---------------------------------------------------------------------------------------------------------
 
@@ -93,17 +94,17 @@ def ready(state: State, event: m.WorkerReady, now: float) -> Result:
 def _unfit_host(state: State, worker: Worker) -> str:
     """Why a worker on this host cannot take part; "" if it can."""
     hosts = sorted({member.host for member in state.members} - {worker.host})
-    if state.config.transport != "shm" or not hosts:
+    if not choice.shares_memory(state.config.transport) or not hosts:
         return ""
     return f"{worker.name} is on another host than the members ({', '.join(hosts)}), which share memory"
 
 
 def _unfit_device(state: State, worker: Worker, gpu: str) -> str:
     """Why a worker on this device cannot take part; "" if it can."""
-    if gpu and state.start is not None and state.start.transport == "shm":
+    if gpu and state.start is not None and choice.shares_state(state.start.transport):
         return f"{worker.name} computes on a GPU, and the members share a state in their host's memory"
     others = {member.gpu for member in state.members if not state.workers[member.worker].gone}
-    if state.config.transport == "nccl" and (not gpu or gpu in others):
+    if choice.needs_gpus(state.config.transport) and (not gpu or gpu in others):
         which = "shares its GPU with another" if gpu else "has no GPU"
         return f"{worker.name} {which}, and with NCCL every worker needs one of its own"
     return ""
@@ -179,7 +180,7 @@ def scaled(state: State, event: m.ScaleRequested, now: float) -> Result:
 
 
 def _seniority(state: State, worker: int) -> tuple[int, int]:
-    """Workers with the lowest value stay longest. In a mesh whole copies of the model go, so that one copy stays."""
+    """Workers with the lowest value stay longest. Of a divided model whole copies go, so that one copy stays."""
     rank = state.seats.get(worker, len(state.seats))
     if state.degrees and state.is_member(worker):
         return state.degrees.place(rank).data, rank

@@ -136,10 +136,11 @@ def helped(progress: Progress, members: Sequence[Member]) -> int:
     return sum(progress.timings.get(member.worker, Timing()).helped for member in members)
 
 
-def paces(progress: Progress, members: Sequence[Member]) -> dict[str, dict[str, int]]:
-    """How often each member pushes and fetches, if members choose that themselves."""
+def paces(progress: Progress, members: Sequence[Member], names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Each member's pace, if members choose it themselves. `names`: of its numbers."""
     found = {member.worker: progress.timings.get(member.worker, Timing()).pace for member in members}
-    return {str(w): {"n_push": pace[0], "n_fetch": pace[1]} for w, pace in found.items() if len(pace) == 2}
+    chosen = {worker: pace for worker, pace in found.items() if pace and len(pace) == len(names)}
+    return {str(worker): dict(zip(names, pace, strict=True)) for worker, pace in chosen.items()}
 
 
 def notice(text: str, now: float) -> Line:

@@ -2,7 +2,8 @@
 
 The rule on which all else rests: a member is left out of the next generation only when it certainly does nothing in the
 present one any more, because its process is gone or it has reported that it left (WorkerLeft). So no old member writes
-where a newer generation works. In a mesh a live member may become a spare, since members there share no memory.
+where a newer generation works. Where the model is divided, members share no memory, and a live member may become a
+spare.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import msgspec
 from distbelief.control import messages as m
 from distbelief.coordinator.rules import balance, explain
 from distbelief.coordinator.rules.ending import Result, fail_without_culprit, record, say, with_worker
-from distbelief.coordinator.rules.generation import plan_members, plan_mesh
+from distbelief.coordinator.rules.generation import plan_degrees, plan_members
 from distbelief.coordinator.rules.hosts import MOST_FAILED_HIRES
 from distbelief.coordinator.rules.servers import mapping
 from distbelief.coordinator.rules.vocabulary import Output, Send, State, Troubles, Worker
 from distbelief.shards import Range
 from distbelief.strategies.rules.degrees import Degrees
 from distbelief.strategies.rules.degrees import problem as degrees_problem
+from distbelief.transport.rules import choice
 
 PAST, MOST_PAST, PAST_MEMBERS = 4, 64, 1024
 """At least PAST earlier generations are remembered. While none of them has committed a step, up to MOST_PAST
@@ -77,11 +79,11 @@ def _start(
     if problem:
         return fail_without_culprit(state, "job", problem, "", now)
     if state.config.wish:
-        plan = plan_mesh(state, shards, candidates)
+        plan = plan_degrees(state, shards, candidates)
     else:
         plan = plan_members(state.config, shards, candidates, ranges or _ranges(state, shards, candidates))
     if plan.problem:
-        return fail_without_culprit(state, "job", plan.problem, 'use transport "auto" or "gloo"', now)
+        return fail_without_culprit(state, "job", plan.problem, choice.INSTEAD, now)
     past = list(state.start.past) if state.start else []
     if state.start:
         past = [m.PastGeneration(state.generation, state.members, state.start.degrees), *past]

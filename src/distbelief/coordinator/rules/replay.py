@@ -24,6 +24,8 @@ from distbelief.coordinator.rules.vocabulary import Offer, State, Worker
 from distbelief.errors import DistBeliefError
 
 Entry = Mapping[str, Any]
+_BESIDE_PACE = ("kind", "epoch", "at", "reason", "worker", "step")
+"""The fields of a record `pace` that are no numbers of the pace. The strategy names those numbers."""
 
 
 def replay(state: State, records: Iterable[Entry], now: float) -> State:
@@ -96,7 +98,8 @@ def _after(state: State, entry: Entry, now: float) -> State:
         case "plan":
             return replace(state, plan=tuple(entry["lines"]))
         case "pace":
-            paces = {**state.fleet.paces, entry["worker"]: (entry["n_push"], entry["n_fetch"])}
+            pace = tuple(entry[name] for name in entry if name not in _BESIDE_PACE)
+            paces = {**state.fleet.paces, entry["worker"]: pace}
             return replace(state, fleet=replace(state.fleet, paces=paces))
         case "servers":
             return replace(state, fleet=_fleet(state.fleet, entry, now))

@@ -19,7 +19,9 @@ from distbelief.coordinator.rules.servers.fleet import Fleet
 from distbelief.errors import DistBeliefError
 from distbelief.options import RunOptions
 from distbelief.strategies import parse
+from distbelief.strategies.base import Strategy
 from distbelief.strategies.rules.degrees import Degrees, Wish
+from distbelief.transport.rules.choice import Wished
 
 REPORTED_GRACE_S: Final = 5.0
 """How long to wait for the cause of an exit whose status says that the cause is reported."""
@@ -40,6 +42,14 @@ class ProtocolError(DistBeliefError):
     """A message that makes no sense in the present state. It is dropped; the run goes on."""
 
 
+class _Unnamed(Strategy):
+    """The strategy of a run that names none: the answers of the base class."""
+
+    on_workers = ""
+    exact = True
+    transport = "auto"
+
+
 class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
     """The run as the coordinator knows it: the user's options, and the values that the launching process derived from
     them."""
@@ -56,34 +66,39 @@ class RunConfig(RunOptions, frozen=True, forbid_unknown_fields=True):
     """Whether agents of other hosts may join."""
     on_accelerators: bool = False
     """Whether the run's state is on accelerators. Then every worker has its own state, even a worker on a processor."""
-    transport: Literal["auto", "shm", "gloo", "nccl"] = "auto"
+    transport: Wished = "auto"
     exact: bool = True
     gather_timeout_s: float = 300.0
     """The longest time before the start without any worker joining or becoming ready."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.wish  # raises for an unknown strategy
+        _ = self.parsed_strategy  # raises for an unknown strategy
+
+    @property
+    def parsed_strategy(self) -> Strategy:
+        """The strategy as a value, which answers the coordinator's questions."""
+        return parse(self.strategy) if self.strategy else _Unnamed()
 
     @property
     def wish(self) -> Wish | None:
         """How the strategy divides the model; None: every member has the whole model."""
-        return parse(self.strategy).wish if self.strategy else None
+        return self.parsed_strategy.wish
 
     @property
     def stride(self) -> int:
         """Steps that are committed together."""
-        return parse(self.strategy).stride if self.strategy else 1
+        return self.parsed_strategy.stride
 
     @property
     def unit(self) -> str:
         """The name, for people, of the unit of work that members divide among themselves."""
-        return parse(self.strategy).work_unit if self.strategy else "shard"
+        return self.parsed_strategy.work_unit
 
     @property
     def balances(self) -> bool:
-        """False in a mesh: the members of one data index depend on each other, so no shard can move to one of them
-        alone."""
+        """False where the model is divided: the members of one data index depend on each other, so no shard can move to
+        one of them alone."""
         return self.balance and self.wish is None
 
 
@@ -339,7 +354,7 @@ class State:
 
     @property
     def degrees(self) -> Degrees | None:
-        """The present mesh's degrees, if the model is divided."""
+        """How many ways the model is divided now; None: every member has the whole model."""
         return Degrees(*self.start.degrees) if self.start and self.start.degrees else None
 
     def is_member(self, worker: int) -> bool:

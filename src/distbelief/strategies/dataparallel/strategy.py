@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import add_compression, checked_compression
 from distbelief.errors import JobError
-from distbelief.strategies.base import Instrument, Strategy
+from distbelief.instrument import Instrument
+from distbelief.strategies.base import Strategy
 
 _UNSAID: Any = None
 

@@ -18,6 +18,7 @@ import torch
 
 from distbelief.data.sources import seed_everything, split_batch
 from distbelief.errors import JobError
+from distbelief.instrument import Instrument
 from distbelief.job import Job
 from distbelief.shards import shard_seed
 from distbelief.strategies.flatmodel.capture import GradientCapture, placeable
@@ -28,6 +29,11 @@ from distbelief.strategies.tables.rowgradients import RowGradients
 from distbelief.transport.device.accelerator import memory_on
 from distbelief.transport.exchange import tile_views
 from distbelief.transport.shm.segment import Memory
+
+TIMED = (
+    Instrument("forward", __name__, "ShardComputer", ("forward_context",), is_context=True),
+    Instrument("wait", __name__, "PendingLoss", ("numbers",)),
+)
 
 _SHAPES = 256
 """The number of batch shapes for which the compiler may specialise; more than any data set should have."""

@@ -16,6 +16,7 @@ from functools import cached_property
 
 import torch
 
+from distbelief.instrument import Instrument
 from distbelief.strategies.base import Portion
 from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.namedtensors import TilePortion, outside_of_tiles, whole_entries
@@ -23,6 +24,8 @@ from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.transport.exchange import Exchange
 from distbelief.transport.shm.segment import Segment
+
+TIMED = (Instrument("checkpoint", __name__, "Copy", ("finish_before_a_write",)),)
 
 CopyPiece = Callable[[int, Segment, int], None]
 """(piece number, memory, first byte): copies the piece into the memory."""

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Literal, get_args
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import canonical
 from distbelief.errors import JobError
+from distbelief.instrument import Instrument
 from distbelief.job import Job
-from distbelief.strategies.base import Instrument, Strategy
+from distbelief.strategies.base import Strategy
 from distbelief.strategies.dataparallel.strategy import REPLICA_UPDATE
 
 Outer = Literal["average", "nesterov"]
@@ -137,6 +138,12 @@ class LocalSGD(Strategy):
     @property
     def stride(self) -> int:
         return self.steps
+
+    def takeover_text(self, step: int, recomputed: int, units: int) -> str:
+        if self.steps == 1 or not recomputed:
+            return ""
+        again = f"{recomputed} of {units} replica{'s' if units > 1 else ''}"
+        return f"goes back to the last outer step, after step {step}: {again} computed again from there"
 
     @property
     def sends_copies(self) -> bool:

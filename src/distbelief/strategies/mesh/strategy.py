@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Literal
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import checked_compression
 from distbelief.errors import JobError
-from distbelief.strategies.base import Instrument, Strategy
+from distbelief.instrument import Instrument
+from distbelief.strategies.base import Strategy
 from distbelief.strategies.mesh.rules.schedules import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule
 from distbelief.strategies.rules.degrees import Wish, dotted
 
@@ -61,6 +62,9 @@ class Meshed(Strategy):
     @abstractmethod
     def wish(self) -> Wish:
         """The degrees that the strategy requests."""
+
+    def source_text(self, source: str) -> str:
+        return "snapshots in the memory of neighbours" if source == "snapshots" else super().source_text(source)
 
     def _check(self, **degrees: int | None) -> None:
         for name, degree in degrees.items():

@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Literal
 from distbelief.compression.option import NAMES as COMPRESSIONS
 from distbelief.compression.option import add_compression
 from distbelief.errors import JobError
-from distbelief.strategies.base import Instrument, Strategy
+from distbelief.instrument import Instrument
+from distbelief.strategies.base import Strategy
 from distbelief.strategies.dataparallel.strategy import REPLICA_UPDATE
 from distbelief.strategies.ps.rules.options import ASYNCHRONOUS, MODES, ParameterServerOptions
 
@@ -39,6 +40,7 @@ class ParameterServer(ParameterServerOptions, Strategy):
 
     on_workers: ClassVar[str] = "distbelief.strategies.ps.worker.prepared"
     keeps_freed_memory: ClassVar[bool] = True
+    pace_names: ClassVar[tuple[str, ...]] = ("n_push", "n_fetch")
     on_servers: ClassVar[str] = "distbelief.strategies.ps.server.runslices"
     instruments: ClassVar[tuple[Instrument, ...]] = (
         Instrument("reduce", "distbelief.strategies.ps.worker.synchronous", "SynchronousReplica", ("_push", "_bring")),
@@ -56,6 +58,10 @@ class ParameterServer(ParameterServerOptions, Strategy):
     def transport(self) -> Literal["auto", "shm", "gloo"]:
         """The transport between workers. If it uses the network, servers are reached over the network too."""
         return "gloo" if self.over == "tcp" else self.over
+
+    def pace_text(self, pace: Sequence[int]) -> str:
+        pushes, fetches = _many(pace[0], "batch", "batches"), _many(pace[1], "update", "updates")
+        return f"pushes every {pushes} and fetches every {fetches}"
 
     def __str__(self) -> str:
         text = f"ps:{self.mode}:servers={self.servers}"
@@ -100,6 +106,10 @@ def parse(text: str, options: Sequence[str]) -> ParameterServer:
                 "ps:async:n_push=4); a compression: bf16, int8 or topk=0.01, and with it always",
             )
     return ParameterServer(**values)
+
+
+def _many(count: int, one: str, more: str) -> str:
+    return one if count == 1 else f"{count} {more}"
 
 
 def _is_number(text: str) -> bool:

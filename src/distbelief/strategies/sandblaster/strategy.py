@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from distbelief.errors import JobError
+from distbelief.instrument import Instrument
 from distbelief.job import Job
-from distbelief.strategies.base import Instrument, Strategy
+from distbelief.strategies.base import Strategy
 from distbelief.strategies.ps.strategy import SERVER_WAITS
 from distbelief.strategies.sandblaster.rules.portions import WholeData, usual_portion, whole_data
 

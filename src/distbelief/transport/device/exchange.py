@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from distbelief.instrument import Instrument
 from distbelief.transport.device.accelerator import CopyStream, DeviceMemory, pin
 from distbelief.transport.exchange import (
     TRANSFER_BYTES,
@@ -32,6 +33,11 @@ from distbelief.transport.exchange import (
 from distbelief.transport.shm.segment import Memory, Segment
 
 STRETCH_BYTES = 64 << 20
+
+TIMED = (
+    Instrument("reduce", __name__, "DeviceExchange", ("_add_up", "_publish_all")),
+    Instrument("wait", __name__, "DeviceExchange", ("finish_copies",)),
+)
 
 Where = Callable[[Source], Segment]
 

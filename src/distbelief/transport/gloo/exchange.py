@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distbelief.instrument import Instrument
 from distbelief.transport.abort import Abort
 from distbelief.transport.exchange import (
     AllContributions,
@@ -27,6 +28,11 @@ from distbelief.transport.exchange import (
 from distbelief.transport.gloo.group import TorchGroup, wait_all
 from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.segment import Segment
+
+TIMED = (
+    Instrument("reduce", __name__, "TorchExchange", ("begin", "publish", "reduced", "settle")),
+    Instrument("wait", __name__, "TorchExchange", ("share",)),
+)
 
 
 class TorchExchange(TorchGroup):

@@ -1,7 +1,8 @@
 """A group of members over torch.distributed (gloo) whose waits can be aborted.
 
 gloo cannot cancel a wait. So an abort shuts the group's sockets down: then every wait ends with an error, on this
-member and on the members at the other ends.
+member and on the members at the other ends. If gloo sleeps even then, its thread is left behind, and a second thread of
+the process continues (`train_or_be_succeeded`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import datetime
 import os
 import socket
 import stat
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from distbelief.instrument import Instrument
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import TRANSFER_BYTES, Backups, DiedComputing
 from distbelief.transport.gloo.rendezvous import Rendezvous, RendezvousStore
@@ -31,6 +35,11 @@ _HOPELESS_S = 5.0  # used if giving up the wait ends the process
 _ASLEEP_S = 30.0  # user code may sleep for a while
 _OF_A_DEVICE = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 """Errors of this member's own device. AcceleratorError is missing in the oldest supported torch."""
+_SUCCEEDED = "gloo did not notice the end of a generation: its thread is left behind, another one continues"
+_kept: list[dist.ProcessGroup] = []
+"""Groups in which a thread still waits: their destructor would wait for that thread."""
+
+TIMED = (Instrument("wait", __name__, "TorchGroup", ("gather",)),)
 
 
 class _Thread:
@@ -240,7 +249,42 @@ class TorchGroup:
             self._store.close()
 
 
-def forget_groups() -> list[dist.ProcessGroup]:
+def train_or_be_succeeded(train: Callable[[], None], abort: Abort, go_on: Callable[[], int]) -> None:
+    """Run `train`. If gloo keeps its thread in spite of the abort, a second thread runs `go_on`, and the process ends
+    with the status that `go_on` returns.
+
+    gloo does not always wake a waiting thread when a connection ends (docs/decisions/0018). That thread is lost until
+    gloo's own timeout, minutes later; the worker keeps its state and continues. This function then never returns, even
+    if `train` wakes later."""
+    cores, default_device = torch.get_num_threads(), torch.get_default_device()
+
+    def succeed() -> None:
+        status = 1
+        try:
+            torch.set_num_threads(cores)  # both settings belong to a thread, not to the process
+            if default_device.type != "cpu":
+                torch.set_default_device(default_device)
+            _kept.extend(_forget_groups())
+            print(_SUCCEEDED, flush=True)
+            status = go_on()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    abort.leave = threading.Thread(target=succeed, name="training", daemon=True).start
+    try:
+        train()
+    except BaseException:
+        if not abort.left_behind:
+            raise
+    if abort.left_behind:
+        threading.Event().wait()  # Python delivers signals to the main thread, so it must not end
+
+
+def _forget_groups() -> list[dist.ProcessGroup]:
     """Remove torch's groups from this process, so that it can make new groups while a thread still waits in an old one.
     Returns the old groups: keep a reference until no thread waits in them, because their destructors wait for that
     thread."""
@@ -248,6 +292,11 @@ def forget_groups() -> list[dist.ProcessGroup]:
     if dist.is_initialized():
         dist.destroy_process_group()
     return kept
+
+
+def use_interface(name: str) -> None:
+    """Have gloo use this network interface in all later groups of this process."""
+    os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def wait_all(works: Sequence[dist.Work | None]) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from distbelief.errors import DistBeliefError
+from distbelief.instrument import Instrument
 from distbelief.transport.abort import Abort
 from distbelief.transport.exchange import (
     TRANSFER_BYTES,
@@ -46,6 +47,8 @@ from distbelief.transport.shm.controlblock import (
     SharedBackups,
 )
 from distbelief.transport.shm.segment import Segment, SegmentClient
+
+TIMED = (Instrument("reduce", __name__, "SharedExchange", ("_reduce", "share")),)
 
 
 class SharedExchange:
@@ -289,8 +292,6 @@ class SharedExchange:
         """Nothing to do: all members share one state."""
 
     def neighbour(self, timeout_s: float) -> tuple[int, Literal["alive", "ended", "dead"]]:
-        """Watch the next member for at most `timeout_s`. Returns its rank and whether it is alive. Callable from any
-        thread, after all members have met once."""
         rank = (self.rank + 1) % self.size
         return rank, self._block.liveness[rank].watch(timeout_s)
 

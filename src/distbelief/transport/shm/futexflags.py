@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
+from distbelief.instrument import Instrument
 from distbelief.transport.abort import Abort
 
 LIVENESS_BYTES = 64  # a pthread_mutex_t has 40 on x86-64
@@ -33,6 +34,8 @@ _ROBUST, _SHARED = 1, 1
 _SPINS = 4000  # half a millisecond: as long as waking a sleeper takes in a virtual machine
 _SPINS_CROWDED = 100  # with more members than cores, the awaited member needs the core
 _EVERYBODY = 2**31 - 1
+
+TIMED = (Instrument("wait", __name__, "FutexFlags", ("await_all",)),)
 
 supported = _SYS_FUTEX >= 0
 

@@ -1,4 +1,4 @@
-"""Times the phases of a step: which functions belong to which phase, and a clock around each of them.
+"""Times the phases of a step: a clock around each function that an `Instrument` names.
 
 The functions are replaced while a profile is recorded and restored after it, so a run without a profile executes no
 additional instruction. The functions are named in strings; a test compares the names with the code.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-from distbelief.strategies.base import Instrument
+from distbelief.instrument import Instrument, declared, places
 
 Span = tuple[str, int, int, int, int]
 """(phase, start, duration, CPU time of its thread, thread): nanoseconds, by `time.perf_counter_ns`."""
@@ -91,37 +91,24 @@ REGROUP = "regroup"
 
 INSTRUMENTS = (
     Instrument("data", "distbelief.worker.feed", "Feed", ("fetch",)),
-    Instrument(
-        "forward", "distbelief.strategies.flatmodel.compute", "ShardComputer", ("forward_context",), is_context=True
-    ),
     Instrument("backward", "torch", "Tensor", ("backward",)),
-    Instrument("reduce", "distbelief.transport.shm.exchange", "SharedExchange", ("_reduce", "share")),
-    Instrument(
-        "reduce", "distbelief.transport.gloo.exchange", "TorchExchange", ("begin", "publish", "reduced", "settle")
-    ),
-    Instrument("reduce", "distbelief.transport.device.exchange", "DeviceExchange", ("_add_up", "_publish_all")),
-    Instrument("wait", "distbelief.strategies.flatmodel.compute", "PendingLoss", ("numbers",)),
-    Instrument("wait", "distbelief.transport.device.exchange", "DeviceExchange", ("finish_copies",)),
-    Instrument("wait", "distbelief.transport.shm.futexflags", "FutexFlags", ("await_all",)),
-    Instrument("wait", "distbelief.transport.gloo.exchange", "TorchExchange", ("share",)),
-    Instrument("wait", "distbelief.transport.gloo.group", "TorchGroup", ("gather",)),
     Instrument("evaluation", "distbelief.worker.evaluate", "Evaluator", ("evaluate_with",)),
     Instrument("checkpoint", "distbelief.worker.saving", "Saver", ("take", "let_go")),
-    Instrument("checkpoint", "distbelief.strategies.flatmodel.copying", "Copy", ("finish_before_a_write",)),
 )
-"""The functions that every strategy may run. `Strategy.instruments` adds the strategy's own."""
+"""The functions of the worker and of torch. The modules below the worker declare theirs, and so does the strategy
+(`Strategy.instruments`)."""
 
 
 @dataclass
 class Instruments:
-    """Clocks around the functions of all loaded modules of the table, from `attach` to `detach`."""
+    """Clocks around the functions that all instruments name in loaded modules, from `attach` to `detach`."""
 
     spans: Spans
     of_strategy: Sequence[Instrument] = ()
     _replaced: list[tuple[Any, str, Callable[..., Any]]] = field(default_factory=list)
 
     def attach(self) -> None:
-        for instrument in (*INSTRUMENTS, *self.of_strategy):
+        for instrument in (*INSTRUMENTS, *declared(), *self.of_strategy):
             module = sys.modules.get(instrument.module)  # a module that is not loaded is not used
             clock = self.spans.timed_context if instrument.is_context else self.spans.timed
             for owner, name in places(instrument, module) if module else ():
@@ -132,19 +119,3 @@ class Instruments:
     def detach(self) -> None:
         while self._replaced:
             setattr(*self._replaced.pop())
-
-
-def places(instrument: Instrument, module: Any) -> Iterator[tuple[Any, str]]:
-    """The classes, or the module, that have the functions as attributes, with the functions' names."""
-    owners = _family(getattr(module, instrument.owner)) if instrument.owner else [module]
-    for owner in owners:
-        for name in instrument.names:
-            if name in vars(owner):
-                yield owner, name
-
-
-def _family(head: type[Any]) -> list[type[Any]]:
-    found = [head]
-    for child in type.__subclasses__(head):
-        found += [one for one in _family(child) if one not in found]
-    return found

@@ -73,8 +73,8 @@ class Fleet:
     """Lost servers after which no step was applied yet -> when each was lost."""
     pauses: tuple[float, ...] = ()
     """Seconds from each loss to the next step."""
-    paces: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Worker -> n_push and n_fetch, where the worker has chosen others than 1 and 1."""
+    paces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Worker -> the numbers of its pace (`Strategy.pace_names`), if it has chosen any number other than 1."""
 
     @property
     def complete(self) -> bool:

@@ -350,18 +350,12 @@ def applied(state: State, reports: Sequence[m.StepReport], now: float) -> Result
 
 
 def paced(state: State, event: m.Heartbeat, now: float) -> Result:
-    """Record how often a worker pushes and fetches where it chooses that itself. Workers begin with 1 and 1."""
-    if len(event.timing.pace) != 2:
-        return state, []
-    pace = n_push, n_fetch = event.timing.pace[0], event.timing.pace[1]
-    if pace == state.fleet.paces.get(event.worker, (1, 1)):
+    """Record a pace that a worker has chosen. Workers begin with the pace whose numbers are all 1."""
+    strategy, pace = state.config.parsed_strategy, tuple(event.timing.pace)
+    names = strategy.pace_names
+    if not pace or len(pace) != len(names) or pace == state.fleet.paces.get(event.worker, (1,) * len(names)):
         return state, []
     state = replace(state, fleet=replace(state.fleet, paces={**state.fleet.paces, event.worker: pace}))
-    text = f"worker {event.worker} pushes every {_many(n_push, 'batch', 'batches')}"
-    text += f" and fetches every {_many(n_fetch, 'update', 'updates')} from step {event.step} on"
-    facts: dict[str, Any] = {"worker": event.worker, "n_push": n_push, "n_fetch": n_fetch, "step": event.step}
+    text = f"worker {event.worker} {strategy.pace_text(pace)} from step {event.step} on"
+    facts: dict[str, Any] = {"worker": event.worker, **dict(zip(names, pace, strict=True)), "step": event.step}
     return state, [record(state, now, "pace", text, **facts), say(text, now)]
-
-
-def _many(count: int, one: str, more: str) -> str:
-    return one if count == 1 else f"{count} {more}"

@@ -12,7 +12,7 @@ def beat(run: Run, worker: int, pace: list[int], step: int = 5) -> list[s.Output
 
 
 def test_a_change_of_pace_is_written_down_and_said_once() -> None:
-    run = Run(workers=2).started(0, 1)
+    run = Run(workers=2, strategy="ps:async:adaptive").started(0, 1)
     assert not records(beat(run, 0, [1, 1]), "pace")
     outputs = beat(run, 0, [4, 1])
     (entry,) = records(outputs, "pace")
@@ -24,16 +24,23 @@ def test_a_change_of_pace_is_written_down_and_said_once() -> None:
 
 
 def test_a_new_coordinator_knows_what_was_said() -> None:
-    run = Run(workers=1).started(0)
+    run = Run(workers=1, strategy="ps:async:adaptive").started(0)
     beat(run, 0, [8, 2])
     again = run.restarted()
     assert again.state.fleet.paces == {0: (8, 2)}
 
 
 def test_the_result_has_every_members_pace() -> None:
-    run = Run(workers=2).started(0, 1)
+    run = Run(workers=2, strategy="ps:async:adaptive").started(0, 1)
     beat(run, 0, [8, 2])
     beat(run, 1, [1, 1])
     outputs = run.feed(*(m.WorkerFinished(worker, run.state.generation, 9, "hash") for worker in (0, 1)))
     (entry,) = records(outputs, "ended")
     assert entry["result"]["pace"] == {"0": {"n_push": 8, "n_fetch": 2}, "1": {"n_push": 1, "n_fetch": 1}}
+
+
+def test_a_strategy_whose_members_choose_no_pace() -> None:
+    run = Run(workers=1).started(0)
+    assert not records(beat(run, 0, [8, 2]), "pace")
+    outputs = run.feed(m.WorkerFinished(0, run.state.generation, 9, "hash"))
+    assert "pace" not in records(outputs, "ended")[0]["result"]
