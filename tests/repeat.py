@@ -120,7 +120,11 @@ def main() -> int:
     loops = [] if options.idle else [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(os.cpu_count() or 1)]
     try:
         with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(repetition.run, due))
+            try:
+                list(pool.map(repetition.run, due))
+            except BaseException:  # Ctrl-C: the files under way end, which the terminal has interrupted too
+                pool.shutdown(cancel_futures=True)
+                raise
     finally:
         for loop in loops:
             loop.kill()
