@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +13,13 @@ from typing import Any
 import pytest
 
 from distbelief.control.keyfiles import new_key
+from tests.support.ports import free_port
 from tests.support.runs.command import JOBS, Run
 from tests.support.runs.reference import undisturbed
+from tests.support.runs.saved import until
 
 Start = Callable[..., Run]
-Wait = Callable[[Callable[[], object]], None]
 SMALL = JOBS / "small.py"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -56,9 +50,7 @@ def unseen(folder: Path) -> list[str]:
     return ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {folder} && exec "$@"', "sh"]
 
 
-def test_hosts_join_by_address_members_die_and_a_host_leaves(
-    start: Start, tmp_path: Path, key: Path, wait_until: Wait
-) -> None:
+def test_hosts_join_by_address_members_die_and_a_host_leaves(start: Start, tmp_path: Path, key: Path) -> None:
     """The hosts come before the coordinator; a worker is killed; one host leaves and another one comes."""
     where, run_dir, brake = f"127.0.0.1:{free_port()}", tmp_path / "run", tmp_path / "brake"
     brake.touch()
@@ -71,19 +63,19 @@ def test_hosts_join_by_address_members_die_and_a_host_leaves(
         *("coordinator", SMALL, "--workers", 3, "--listen", where, "--key", key, "--run-dir", run_dir),
         *("--set", "steps=600", "--set", "brake_s=0.2", "--json"),
     )
-    wait_until(lambda: len(members(run_dir)) == 3)
+    until(lambda: len(members(run_dir)) == 3, lead)
     assert sorted(member["host"] for member in members(run_dir)) == ["one", "two", "two"]
     victim = next(member for member in members(run_dir) if member["host"] == "two")
     os.kill(victim["pid"], signal.SIGKILL)
-    wait_until(lambda: records(run_dir, "lost") and len(members(run_dir)) == 3)
+    until(lambda: len(found := members(run_dir)) == 3 and victim not in found, lead)
     assert sorted(member["host"] for member in members(run_dir)) == ["one", "two", "two"], "replaced on its host"
     first.signal(signal.SIGTERM)
     left = first.wait()
     assert left.status == 0, left.stderr
     assert "has left" in left.stdout
-    wait_until(lambda: {member["host"] for member in members(run_dir)} == {"two"})
+    until(lambda: {member["host"] for member in members(run_dir)} == {"two"}, lead)
     third = host("three", 1)
-    wait_until(lambda: "three" in {member["host"] for member in members(run_dir)})
+    until(lambda: "three" in {member["host"] for member in members(run_dir)}, lead)
     brake.unlink()
     assert lead.wait().json["weights_sha256"] == undisturbed(SMALL, "--set", "steps=600")
     for run in (second, third):

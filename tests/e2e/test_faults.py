@@ -6,7 +6,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 
 import pytest
@@ -46,10 +46,27 @@ def test_the_same_weights_when_workers_are_killed(watched: Callable[..., Watched
 def test_all_workers_killed_at_once(watched: Callable[..., Watched]) -> None:
     run = watched(*SMALL, "--workers", 3)
     run.after(8)
-    run.kill_all()
+    killed = run.members().keys()
+    run.kill(killed)
     result = run.result()
     assert result["weights_sha256"] == undisturbed(*SMALL)
-    assert [n for n in run.metrics("notice") if n["text"].startswith("paused")], run.metrics("notice")
+    run.check_workers_lost(killed=killed)
+    if not has_successor_before_the_last_is_lost(run, killed):
+        assert [n for n in run.metrics("notice") if n["text"].startswith("paused")], run.metrics("notice")
+
+
+def has_successor_before_the_last_is_lost(run: Watched, killed: Set[int]) -> bool:
+    """Their deaths are reported one by one: on a busy machine somebody may have come in the place of the first when the
+    last is heard of."""
+    known, successors = set(), False
+    for entry in run.journal("generation", "lost"):
+        if entry["kind"] == "lost":
+            known.add(entry["worker"])
+        elif known & killed:
+            successors = successors or not {member["worker"] for member in entry["members"]} <= killed
+        if known >= killed:
+            return successors
+    raise AssertionError(f"not all are lost: {known}")
 
 
 def test_the_only_worker_killed(watched: Callable[..., Watched]) -> None:
@@ -62,39 +79,48 @@ def test_the_only_worker_killed(watched: Callable[..., Watched]) -> None:
 def test_a_frozen_worker_is_killed_and_replaced(watched: Callable[..., Watched]) -> None:
     run = watched(*SMALL, "--workers", 3)
     run.after(8)
-    run.signal(1, signal.SIGSTOP)
+    victim = run.living()[1]
+    run.signal(victim, signal.SIGSTOP)
     result = run.result()
     assert result["weights_sha256"] == undisturbed(*SMALL)
-    assert [entry["worker"] for entry in run.journal("fenced")] == [1]
+    run.check_workers_lost(frozen=[victim])
 
 
-def test_the_coordinator_killed_again_and_again(watched: Callable[..., Watched], wait_until: Wait) -> None:
+def test_the_coordinator_killed_again_and_again(watched: Callable[..., Watched]) -> None:
     """The last time a worker is killed while no coordinator is there."""
-    run = watched(*SMALL, "--workers", 3)
+    run = watched(*SMALL, "--workers", 3, "--no-balance")
     for kills, steps in enumerate((5, 12, 19), start=1):
         run.after(steps)
         os.kill(run.coordinator(), signal.SIGKILL)
-        wait_until(lambda epochs=kills + 1: len(run.journal("epoch")) == epochs)
+
+        def is_replaced(epochs: int = kills + 1) -> bool:
+            found = run.journal("epoch")
+            return len(found) == epochs and found[-1]["pid"] == run.coordinator()  # it is journalled before it is known
+
+        run.wait_until(is_replaced)
     run.after(run.step() + 5)
-    assert len(run.journal("generation")) == 1  # no worker was started again, and none had to stop
+    if not run.journal("fenced"):
+        assert len(run.journal("generation")) == 1  # no worker was started again, and none had to stop
+    victim = run.living()[-1]
     os.kill(run.coordinator(), signal.SIGKILL)
-    run.signal(2, signal.SIGKILL)
+    run.signal(victim, signal.SIGKILL)
     result = run.result()
     assert result["weights_sha256"] == undisturbed(*SMALL)
     assert len(run.journal("epoch")) == 5
-    assert result["recoveries"] == 1
+    run.check_workers_lost(killed=[victim])
 
 
 def test_a_frozen_coordinator_is_replaced(watched: Callable[..., Watched]) -> None:
     """Nobody needs it for the steps; but somebody must be there when a worker dies."""
     run = watched(*SMALL, "--workers", 2)
     run.after(5)
+    victim = run.living()[-1]
     os.kill(run.coordinator(), signal.SIGSTOP)
-    run.signal(1, signal.SIGKILL)
+    run.signal(victim, signal.SIGKILL)
     result = run.result()
     assert result["weights_sha256"] == undisturbed(*SMALL)
     assert len(run.journal("epoch")) == 2
-    assert result["recoveries"] == 1
+    run.check_workers_lost(killed=[victim])
 
 
 def test_growing_and_shrinking_in_one_run_also_by_a_signal(
@@ -111,7 +137,8 @@ def test_growing_and_shrinking_in_one_run_also_by_a_signal(
     run.has_members(2)
     result = run.result()
     assert result["weights_sha256"] == undisturbed(*SMALL)
-    assert (result["workers"], result["recoveries"]) == (2, 0)
+    run.check_workers_lost()
+    assert result["workers"] == len(run.members()), "two, unless one was fenced in the end"
     too_late = start("scale", "run", 2).wait()
     assert (too_late.status, "is not running" in too_late.stderr) == (1, True)
 
@@ -132,12 +159,14 @@ def test_two_workers_join_by_hand_and_one_leaves_and_one_is_killed(
     left = leaving.wait()
     assert (left.status, ": left" in left.stdout) == (0, True), left.stdout
     run.has_members(3)
-    assert not any(entry["lost"] for entry in run.journal("generation"))
+    run.check_workers_lost()
+    before = run.members()
     victim.signal(signal.SIGKILL)
     assert victim.wait().status == -signal.SIGKILL
     result = run.result()
     assert result["weights_sha256"] == undisturbed(*SMALL)
-    assert result["recoveries"] == 1
+    (number,) = [worker for worker, pid in before.items() if pid == victim.pid]
+    run.check_workers_lost(killed=[number])
 
 
 def test_too_few_workers_pause_the_run_visibly(watched: Callable[..., Watched]) -> None:
@@ -172,7 +201,9 @@ def test_who_helps_does_not_wait_for_a_command_that_is_stopped(watched: Callable
     (tmp_path / "slow").unlink()
     run.run.signal(signal.SIGCONT)
     assert run.result()["weights_sha256"] == undisturbed(*SMALL)
-    assert len(run.journal("epoch")) == len(run.journal("generation")) == 1
+    assert len(run.journal("epoch")) == 1
+    if not run.journal("fenced"):
+        assert len(run.journal("generation")) == 1
 
 
 def test_a_shard_that_kills_whoever_computes_it_ends_the_run(distbelief: Cli) -> None:

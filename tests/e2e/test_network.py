@@ -80,7 +80,6 @@ def test_slow_and_lossy_links(start: Start, lab: Lab, tmp_path: Path, wait_until
     lab.impair(3, "rate", "20mbit")
     cluster = Cluster(start, lab, tmp_path, wait_until)
     assert cluster.ends_as_one_worker_does()
-    assert cluster.records("estranged") == []
 
 
 def test_a_cut_cable_and_its_mending_and_a_host_that_dies(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from distbelief.control.addresses import host_name
 from distbelief.control.keyfiles import new_key
 from tests.support.plugins import install
+from tests.support.ports import free_port
 from tests.support.runs.command import JOBS, Outcome, Run
 
 Cli = Callable[..., Outcome]
@@ -67,9 +67,7 @@ def test_a_host_without_the_plugin_is_refused_with_its_name(
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def journal(run_dir: Path, kind: str) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ def cluster() -> Iterator[RayCluster]:
 def clean(cluster: RayCluster, wait_until: Callable[..., None]) -> Iterator[RayCluster]:
     """After the test nothing of a run may be left in the cluster."""
     yield cluster
-    wait_until(lambda: not cluster.left_behind(), 60)
+    wait_until(lambda: not cluster.left_behind())
     cluster.wait_until_deaths_are_known()
 
 
@@ -47,11 +47,11 @@ def test_a_run_survives_its_coordinator_and_a_node_and_grows_back(
 
     (coordinator,) = clean.actors("CoordinatorActor")
     coordinator.kill()
-    wait_until(lambda: len(run.journal("epoch")) == 2)
+    run.wait_until(lambda: len(run.journal("epoch")) == 2)
     run.after(run.step() + 1)
 
     clean.kill_node_of(clean.actors("AgentActor")[0])
-    wait_until(lambda: len(run.members()) == 2)
+    run.wait_until(lambda: len(run.members()) == 2)
     run.after(run.step() + 1)
 
     clean.add_node()

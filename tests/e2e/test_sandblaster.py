@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from distbelief.verification.plainlbfgs import train_by_search
 from distbelief.worker.jobfile import load_job
 from tests.support.runs.command import JOBS, Run
 from tests.support.runs.saved import sealed, step, until
-from tests.support.runs.watched import Watched, expect_ours
+from tests.support.runs.watched import Watched, check_servers_lost
 
 Start = Callable[..., Run]
 Wait = Callable[[Callable[[], object]], None]
@@ -35,23 +34,16 @@ def undisturbed() -> str:
     return weights_sha256(model)
 
 
-def servers(run: Watched) -> dict[int, int]:
-    """Server -> process."""
-    found = run.journal("servers")
-    return {one["number"]: one["pid"] for one in found[-1]["servers"]} if found else {}
-
-
 def test_a_server_and_the_driver_are_killed(start: Start, tmp_path: Path, wait_until: Wait, undisturbed: str) -> None:
     run = Watched(start, tmp_path, wait_until, *JOB, "--strategy", STRATEGY, "--workers", 2)
     run.after(2)
-    victim = servers(run)[0]
-    expect_ours(victim)
-    os.kill(victim, signal.SIGKILL)
+    run.signal_server(0, signal.SIGKILL)
     run.after(4)
     run.signal(0, signal.SIGKILL)
     result = run.result()
     assert result["weights_sha256"] == undisturbed
-    assert (result["steps"], result["servers_lost"], result["reexecuted"]) == (STEPS, 1, 0)
+    assert result["steps"] == STEPS
+    check_servers_lost(run.folder, result, killed=[0])
 
 
 def test_stopped_and_resumed_with_other_workers_and_servers(start: Start, tmp_path: Path, undisturbed: str) -> None:

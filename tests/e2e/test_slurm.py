@@ -6,7 +6,6 @@ import getpass
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from distbelief.launch.rundir import is_complete
+from tests.support.ports import free_port
 from tests.support.runs.command import JOBS, MARK, REPOSITORY, processes_of
 from tests.support.runs.reference import undisturbed
 
@@ -64,7 +64,7 @@ class Slurm:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         (folder / "state").mkdir()
-        ports = [_free_port() for _ in range(3)]
+        ports = [free_port() for _ in range(3)]
         config = folder / "slurm.conf"
         config.write_text(
             CONFIG.format(host=platform.node().split(".")[0], user=getpass.getuser(), folder=folder, ports=ports)
@@ -98,11 +98,6 @@ class Slurm:
             daemon.terminate()
         for daemon in self._daemons:
             daemon.wait(30)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import psutil
 from distbelief.control import messages as m
 from distbelief.control.credentials import Authority
 from tests.fuzz.attacks import Attacker
+from tests.support.runs.watched import of_kinds
 
 JOB = Path(__file__).parents[1] / "e2e" / "jobs" / "small.py"
 MARK = "DISTBELIEF_TEST_RUN"
@@ -33,7 +34,7 @@ class Measure:
 
 
 class Siege:
-    """A run that goes slowly for as long as it is under siege."""
+    """A run that goes slowly for as long as it is under siege, and does not do its last step before that is over."""
 
     def __init__(self, folder: Path, strategy: str, listen: str = "127.0.0.1", steps: int = 60, seed: int = 1) -> None:
         self.run_dir = folder / "run"
@@ -44,7 +45,7 @@ class Siege:
         self.sent: dict[str, int] = {}
         self._locked: dict[str, bool] = {}
         options = ["--workers", "2", "--strategy", strategy, "--listen", listen, "--run-dir", "run"]
-        settings = ["--set", f"steps={steps}", "--set", "brake_s=0.25"]
+        settings = ["--set", f"steps={steps}", "--set", "brake_s=0.25", "--set", f"hold_step={steps - 1}"]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "distbelief.cli.main", "train", str(JOB), *settings, *options, "--json"],
             cwd=folder,
@@ -82,10 +83,24 @@ class Siege:
                 continue
         return sorted(found, key=lambda one: one.pid)
 
+    def journal(self, kind: str) -> list[dict[str, Any]]:
+        return list(of_kinds(self.run_dir / "journal.jsonl", kind))
+
     def workers(self) -> set[int]:
-        lines = (self.run_dir / "journal.jsonl").read_text().splitlines()
-        generations = [entry for line in lines if (entry := json.loads(line))["kind"] == "generation"]
-        return {member["pid"] for member in generations[-1]["members"]}
+        return {member["pid"] for member in self.journal("generation")[-1]["members"]}
+
+    def fenced(self) -> set[int]:
+        """The processes that were flooded, or waited for a processor, until they seemed to be frozen, and so were
+        killed by the coordinator."""
+        workers, servers = (
+            {entry[what] for entry in self.journal(kind)}
+            for kind, what in (("fenced", "worker"), ("server_fenced", "server"))
+        )
+        members = [member for one in self.journal("generation") for member in one["members"]]
+        serving = [server for one in self.journal("servers") for server in one["servers"]]
+        return {one["pid"] for one in members if one["worker"] in workers} | {
+            one["pid"] for one in serving if one["number"] in servers
+        }
 
     def doors(self) -> list[tuple[str, int]]:
         """Every address at which a process of the run listens. (Workers listen with gloo's own sockets alone.)"""

@@ -115,13 +115,18 @@ def told(socket: zmq.Socket) -> m.Command:
 
 def engine_and_workers(process: Process) -> tuple[zmq.Socket, list[zmq.Socket]]:
     engine = process.dealer()
-    tell(engine, m.EngineAttached(host="here"))
-    assert isinstance(told(engine), m.Answer)  # it has been heard
+    attach(engine)
     workers = [process.dealer(), process.dealer()]
     for number, socket in enumerate(workers):
         tell(socket, m.WorkerJoined(worker=number, host="here", pid=1000 + number))
         tell(socket, m.WorkerReady(worker=number, job=JOB, canary=CANARY))
     return engine, workers
+
+
+def attach(engine: zmq.Socket) -> None:
+    """Real agents do that once a second: nothing is started on a host that is silent for long."""
+    tell(engine, m.EngineAttached(host="here"))
+    assert isinstance(told(engine), m.Answer)  # it has been heard
 
 
 def beat(worker: int, start: m.Command, step: int) -> m.Heartbeat:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ class Watched:
         self._brake = tmp_path / "brake"
         self._brake.touch()
         self.run = start("train", *arguments, "--run-dir", "run", "--json")
-        self.wait_until = wait_until
+        self._wait_until = wait_until
 
-    def journal(self, kind: str) -> list[dict[str, Any]]:
-        return self._lines("journal.jsonl", kind)
+    def journal(self, *kinds: str) -> list[dict[str, Any]]:
+        return self._lines("journal.jsonl", *kinds)
 
     def metrics(self, *kinds: str) -> list[dict[str, Any]]:
         return self._lines("metrics.jsonl", *kinds)
@@ -39,9 +39,19 @@ class Watched:
     def step(self) -> int:
         return steps_of(self.folder)
 
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Of a run that has ended nothing more is waited for."""
+
+        def is_so() -> bool:
+            had_ended = self.has_ended()  # before the look: what was true in the end counts
+            found = bool(condition())
+            assert found or not had_ended, f"it has ended: {self.run.wait()}"
+            return found
+
+        self._wait_until(is_so)
+
     def after(self, steps: int) -> None:
-        self.wait_until(lambda: self.step() >= steps or self.has_ended())
-        assert self.step() >= steps, f"it has ended: {self.run.wait()}"
+        self.wait_until(lambda: self.step() >= steps)
 
     def has_ended(self) -> bool:
         return self.run.status() is not None
@@ -57,8 +67,14 @@ class Watched:
 
     def has_members(self, count: int) -> None:
         """That many, and they have committed a step together."""
-        self.wait_until(lambda: len(self.members()) == count)
-        self.wait_until(lambda: self.metrics("step")[-1]["generation"] == self.journal("generation")[-1]["generation"])
+
+        def have_committed() -> bool:
+            generations, steps = self.journal("generation"), self.metrics("step")
+            if not generations or not steps or len(generations[-1]["members"]) != count:
+                return False
+            return bool(steps[-1]["generation"] == generations[-1]["generation"])
+
+        self.wait_until(have_committed)
 
     def signal(self, worker: int, number: signal.Signals) -> None:
         pid = self.members()[worker]
@@ -76,6 +92,26 @@ class Watched:
             expect_ours(pid)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+
+    def servers(self) -> dict[int, int]:
+        """Server -> process, by the newest map."""
+        found = self.journal("servers")
+        return {one["number"]: one["pid"] for one in found[-1]["servers"]} if found else {}
+
+    def signal_server(self, number: int, what: signal.Signals) -> None:
+        pid = self.servers()[number]
+        expect_ours(pid)
+        os.kill(pid, what)
+
+    def servers_are_whole(self, without: Iterable[int] = ()) -> None:
+        """Every slice has a primary and a backup, nothing is being copied, and these servers are known to be dead."""
+
+        def is_whole() -> bool:
+            newest = self.journal("servers")[-1]
+            placed, there = newest["placement"], {one["number"] for one in newest["servers"]}
+            return there.isdisjoint(without) and -1 not in placed["map"]["backups"] and set(placed["recruits"]) == {-1}
+
+        self.wait_until(is_whole)
 
     def coordinator(self) -> int:
         return int(json.loads((self.folder / "coordinator.json").read_text())["pid"])
@@ -101,7 +137,34 @@ class Watched:
         assert sorted(self.lasting_steps()) == list(range(outcome["steps"]))
         assert outcome["reexecuted"] == sum(one["reached"] - one["step"] for one in self.metrics("rollback"))
         assert not [n for n in self.metrics("notice") if "different results" in n["text"]]
+        assert outcome["recoveries"] == len([one for one in self.journal("generation") if one["lost"]])
         return outcome
+
+    def check_workers_lost(self, killed: Collection[int] = (), frozen: Collection[int] = ()) -> None:
+        check_workers_lost(self.folder, killed, frozen)
+
+
+def check_workers_lost(run_dir: Path, killed: Collection[int] = (), frozen: Collection[int] = ()) -> None:
+    """By the test: killed, or frozen. A busy machine may keep a healthy member silent for so long that it is fenced
+    too: of such a loss the journal tells, and no other is excused."""
+    journal = run_dir / "journal.jsonl"
+    lost, fenced = ({one["worker"] for one in of_kinds(journal, kind)} for kind in ("lost", "fenced"))
+    wanted = {*killed, *frozen}
+    assert lost - (fenced - wanted) == wanted, f"lost {lost}, fenced {fenced}"
+    assert fenced.issuperset(frozen), fenced
+    assert wanted <= {worker for one in of_kinds(journal, "generation") for worker in one["lost"]}
+
+
+def check_servers_lost(
+    run_dir: Path, result: Mapping[str, Any], killed: Collection[int] = (), frozen: Collection[int] = ()
+) -> None:
+    """As `Watched.check_workers_lost`, of servers. Unless healthy ones were fenced too, no step is executed again."""
+    fenced = {one["server"] for one in of_kinds(run_dir / "journal.jsonl", "server_fenced")}
+    wanted = {*killed, *frozen}
+    assert fenced.issuperset(frozen)
+    assert len(wanted) <= result["servers_lost"] <= len(wanted | fenced), fenced
+    if fenced <= wanted:
+        assert result["reexecuted"] == 0
 
 
 def of_kinds(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:

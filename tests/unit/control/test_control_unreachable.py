@@ -15,6 +15,7 @@ from distbelief.control.credentials import Authority
 from distbelief.control.sockets import protect
 from distbelief.control.unreachable import find, reach, unanswered
 from distbelief.errors import DistBeliefError
+from tests.support.ports import free_port
 
 KEYS, OTHERS = Authority(bytes(range(32))).keys(), Authority(bytes(32)).keys()
 DOOR, OTHER = KEYS[0], OTHERS[0]
@@ -52,11 +53,6 @@ def coordinator() -> Iterator[str]:
         yield router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.2", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def test_a_name_becomes_an_address_that_can_be_connected_to() -> None:
     with coordinator() as address:
         port = address.rpartition(":")[2]
@@ -78,7 +74,7 @@ def test_what_cannot_be_tried(where: str, complaint: str) -> None:
 
 
 def test_a_port_where_nobody_listens() -> None:
-    port = free_port()
+    port = free_port("127.0.0.2")
     with pytest.raises(DistBeliefError, match=r"127\.0\.0\.2 by lo: refused the connection") as caught:
         reach(f"127.0.0.2:{port}")
     assert "this machine itself" in caught.value.hint, "an address of loopback is never another host"
@@ -98,7 +94,7 @@ def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
 def test_who_may_wait_is_told_at_which_address_somebody_listens_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with two addresses, and a coordinator that begins to listen at the second while it is waited for."""
     monkeypatch.setattr(reaching, "resolve", lambda name: ["127.0.0.3", "127.0.0.2"])
-    port, said = free_port(), []
+    port, said = free_port("127.0.0.2"), []
     with contextlib.ExitStack() as stack:
 
         def say(text: str) -> None:

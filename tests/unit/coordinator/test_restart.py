@@ -16,6 +16,7 @@ from tests.support.coordinator.process import (
     CANARY,
     JOB,
     SECRET,
+    attach,
     beat,
     coordinator,
     engine_and_workers,
@@ -30,6 +31,7 @@ def test_a_killed_worker_is_replaced_and_the_others_go_on(tmp_path: Path) -> Non
         engine, workers = engine_and_workers(process)
         first, _ = [told(socket) for socket in workers]
         assert isinstance(first, m.StartGeneration)
+        attach(engine)
         tell(engine, m.WorkerExited(worker=1, status=-9))
         start = told(workers[0])
         assert isinstance(start, m.StartGeneration)
@@ -88,6 +90,7 @@ def test_whoever_may_read_the_run_directory_can_ask_for_another_number_of_worker
             "epoch": 1,
             "host": "",
         }
+        attach(engine)
         answer = client.ask(tmp_path, m.ScaleRequested(workers=3), timeout_s=60)
         assert answer == m.Answer(epoch=1, ok=True, text="1 more worker is being started")
         assert told(engine) == m.StartWorker(epoch=1, worker=2, host="here")

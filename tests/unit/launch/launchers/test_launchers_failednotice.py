@@ -20,15 +20,14 @@ from distbelief.launch.launchers.failednotice import Missing, still_missing, tur
 from distbelief.launch.launchers.rules.place import Place
 from distbelief.launch.launchers.run import LauncherRequest, leading
 from distbelief.launch.rendezvous import SharedFolder
+from tests.support.ports import free_port
 
 LONG_S = 60.0  # never waited for, if all is well
 
 
 @pytest.fixture
 def invitation() -> Invitation:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    return Invitation(f"tcp://127.0.0.1:{port}", b"s" * 32)
+    return Invitation(f"tcp://127.0.0.1:{free_port()}", b"s" * 32)
 
 
 def place(peers: tuple[str, ...] = ("n1", "n2", "n3"), launcher: str = "slurm") -> Place:
