@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,13 @@ from tests.support.runs.watched import Watched
 
 INTRUDER = "tests.support.runs.intruder"
 STEPS = 600  # of 0.4 s: the run outlasts the intruder
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Not below pytest's own folder: whenever another pytest begins, it closes that to other users."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
