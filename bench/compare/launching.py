@@ -71,15 +71,16 @@ def _watch(ends: list[subprocess.Popen[bytes]], folder: Path, ran: Ran, counted:
         now = time.monotonic()
         if now > deadline:
             raise DriverFailed(f"not done after {limit_s:.0f} s:\n{tail(folder)}")
-        if now >= next_look:
-            next_look = now + LOOK_S
-            if counted:
-                ran.wire.append((time.time(), isolation.loopback_bytes()))
+        if now >= next_look or not ran.peak_bytes:  # a short run may be over before the second look
             if not workers and journal.exists():
                 workers = list(first_workers(journal))
             for pid in workers:
                 with contextlib.suppress(OSError):  # it has ended
                     ran.peak_bytes = max(ran.peak_bytes, peak_bytes(pid))
+        if now >= next_look:
+            next_look = now + LOOK_S
+            if counted:
+                ran.wire.append((time.time(), isolation.loopback_bytes()))
         time.sleep(POLL_S)
     if counted:
         ran.wire.append((time.time(), isolation.loopback_bytes()))

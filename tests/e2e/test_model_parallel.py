@@ -128,7 +128,7 @@ def test_chaos_knows_that_members_may_go_back(distbelief: Cli, tmp_path: Path) -
     """With one snapshot at the start only, so that there is something to execute again."""
     (tmp_path / "brake").touch()
     strategy = ["--strategy", "pipeline:2:snapshots=1000", "--workers", 2]
-    found = distbelief("chaos", *braked(0.02, 60), *strategy, "--faults", "kill worker 1 at step 4", "--json").json
+    found = distbelief("chaos", *braked(0.02, 40), *strategy, "--faults", "kill worker 1 at step 4", "--json").json
     assert found["weights_equal"], found
     assert (found["steps_lost"], found["exactly_once"]) == (0, True), found
     assert 0 <= found["difference"] < TOLERANCE  # 0: a new worker was there before one step without it

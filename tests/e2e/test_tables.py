@@ -28,7 +28,7 @@ def kill_a_server(run: Watched) -> None:
 
 def test_the_same_rows_whoever_dies_also_when_resumed_by_others(start: Start, tmp_path: Path, wait_until: Wait) -> None:
     """One run loses a server that has a backup, is stopped, and goes on with others; one loses its only server."""
-    job = [JOB, "--set", "brake_s=0.3"]
+    job = [JOB, "--set", "brake_s=0.2"]
     run = Watched(start, tmp_path, wait_until, *job, "--strategy", "ps:sync", "--workers", 3)
     run.after(10)
     kill_a_server(run)
@@ -57,7 +57,7 @@ def test_the_same_rows_whoever_dies_also_when_resumed_by_others(start: Start, tm
 
 
 def test_every_row_gradient_counts_once(start: Start, tmp_path: Path, wait_until: Wait) -> None:
-    job = [JOB, "--set", "counts=true", "--set", "brake_s=0.3"]
+    job = [JOB, "--set", "counts=true", "--set", "brake_s=0.2"]
     strategy = ["--strategy", "ps:async:n_push=2", "--workers", 2, "--save-every", 20]
     run = Watched(start, tmp_path, wait_until, *job, *strategy)
     run.after(10)
