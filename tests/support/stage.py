@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -174,10 +174,16 @@ def _fork(module: str, function: str, arguments: bytes, others: list[_Actor]) ->
     return _Actor(pid, ours, read)
 
 
+_answer = -1
+"""In a member: where its answer goes."""
+
+
 def _act(stage: int, module: str, function: str, arguments: bytes, connection: socket.socket, answer: int) -> NoReturn:
     from distbelief.lifeline import die_with_parent
     from distbelief.transport.shm.segment import SegmentClient
 
+    global _answer
+    _answer = answer
     try:
         die_with_parent(stage)
         os.dup2(2, 1)  # the stage's own output carries answers
@@ -185,6 +191,19 @@ def _act(stage: int, module: str, function: str, arguments: bytes, connection: s
         outcome = Outcome(perform(SegmentClient(connection), **pickle.loads(arguments)))
     except BaseException:
         outcome = Outcome(error=traceback.format_exc())
+    _tell(outcome, answer)
+
+
+def perform_and_end(rest: Callable[[], Any]) -> NoReturn:
+    """For a thread that goes on in the place of a member's first one: what `rest` returns is the member's answer."""
+    try:
+        outcome = Outcome(rest())
+    except BaseException:
+        outcome = Outcome(error=traceback.format_exc())
+    _tell(outcome, _answer)
+
+
+def _tell(outcome: Outcome, answer: int) -> NoReturn:
     try:
         data = _packed(outcome)
     except Exception:

@@ -28,12 +28,14 @@ from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import Exchange
 from distbelief.transport.gloo.exchange import TorchExchange
+from distbelief.transport.gloo.group import train_or_be_succeeded
 from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.controlblock import ARRIVED, GenerationMemory
 from distbelief.transport.shm.exchange import SharedExchange
 from distbelief.transport.shm.segment import Segment, SegmentClient
 from distbelief.worker.feed import Feed
 from tests.support.replicas.member import GLOBAL_BATCH, SAMPLES, STEPS, make_job
+from tests.support.stage import perform_and_end
 
 POINTS = [
     "before its shards",
@@ -147,8 +149,9 @@ def train(segments: SegmentClient, worker: int, script: Script) -> Survived:
     first = script.joins.get(worker, 1)
     while first > 1 and not board.confirmed(first - 1):
         time.sleep(0.001)
-    for generation in range(first, script.generations + 1):
-        abort = Abort()
+
+    def take_part(generation: int, abort: Abort) -> Survived | None:
+        """None: a member died, and the generation was given up."""
         ranges = script.ranges(generation)
         rank = script.members(generation).index(worker)
         feed.expect([(v, v + 1) for v in range(*ranges[rank])], until=STEPS)
@@ -158,9 +161,7 @@ def train(segments: SegmentClient, worker: int, script: Script) -> Survived:
             begun = [-1]
             if generation < script.generations:
                 last = script.deaths[generation - 1].step
-                board.watch(
-                    generation, abort, lambda group=group, begun=begun, last=last: begun[0] >= last and group.waiting
-                )
+                board.watch(generation, abort, lambda: begun[0] >= last and group.waiting)
             member = prepared.build(Seat(rank, ranges, STEPS), group, feed.fetch)
             assert isinstance(member, DataParallelReplica)
             if found := member.taken_over():
@@ -170,7 +171,7 @@ def train(segments: SegmentClient, worker: int, script: Script) -> Survived:
             ]
             doom = script.deaths[generation - 1] if generation < script.generations else None
             if doom and doom.worker == worker:
-                _arm(member, group, doom, lambda generation=generation: board.die(generation))
+                _arm(member, group, doom, lambda: board.die(generation))
             for step in range(member.steps_applied(), STEPS):
                 begun[0] = step
                 member.compute(step)
@@ -181,9 +182,9 @@ def train(segments: SegmentClient, worker: int, script: Script) -> Survived:
             if generation < script.generations:
                 raise AssertionError(f"nobody died in generation {generation}")
         except Aborted:
-            continue
+            return None
         finally:
-            if group:
+            if group and not abort.left_behind:  # the successor thread has a group of its own by now
                 group.close()
         member.synchronise()
         kept = member.remembered(0)
@@ -192,7 +193,21 @@ def train(segments: SegmentClient, worker: int, script: Script) -> Survived:
         fingerprints = [one.fingerprint for one in kept]
         losses = [one.loss for one in kept]
         return Survived(weights_sha256(member.model), losses, fingerprints, takeovers, broken, member.note())
-    raise AssertionError("there was no last generation")
+
+    def live(first: int) -> Survived:
+        for generation in range(first, script.generations + 1):
+            abort = Abort()
+            found: list[Survived | None] = []
+            train_or_be_succeeded(
+                lambda generation=generation, abort=abort, found=found: found.append(take_part(generation, abort)),
+                abort,
+                lambda generation=generation: perform_and_end(lambda: live(generation + 1)),
+            )
+            if survived := found[0]:
+                return survived
+        raise AssertionError("there was no last generation")
+
+    return live(first)
 
 
 def _meet(
