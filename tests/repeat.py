@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.support.selection import starts_processes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,6 +79,8 @@ class Repetition:
             )
             failures, tests, skipped = _outcomes(report)
         took_s = time.monotonic() - began
+        if done.returncode == pytest.ExitCode.INTERRUPTED:
+            return  # by Ctrl-C: it says nothing about the tests
         if done.returncode and not failures:
             failures = [f"pytest ended with {done.returncode}"]
         with self._lock:
