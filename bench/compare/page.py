@@ -123,7 +123,7 @@ def _head(content: Content, file: Path) -> list[str]:
         "others' in its lines)",
         "- one thread per worker, torch's fused optimizers, the same first weights and batches for all; systems take "
         "turns in every repetition, and ratios are taken within one. Figures are medians (lowest – highest)",
-        "- losses of whole runs were held against those of one process on the same batches: a system with other "
+        "- losses of whole runs were compared with those of one process on the same batches: a system with other "
         "losses is left out",
         "- bytes on the wire: what went over a loopback of our own, headers included"
         + (f" (not measured: {content['wire']})" if content.get("wire") else "; shared memory is no wire"),

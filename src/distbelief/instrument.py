@@ -1,8 +1,8 @@
 """Declares which functions a profile times, and finds the declarations and the functions in loaded modules.
 
-A module that a step passes through declares its own functions in a tuple `TIMED`; a strategy, whose value is made where
-torch is not loaded, declares those of its members in `Strategy.instruments`. Nothing here takes time while no profile
-is recorded; `worker/profiling/instruments.py` puts the clocks around the functions.
+A module that a step passes through declares its own functions in a tuple `TIMED`. A strategy declares its members'
+functions in `Strategy.instruments`, because processes without torch use the strategy's value too. Declarations cost a
+step nothing: `worker/profiling/instruments.py` puts clocks around the functions only while a profile is recorded.
 """
 
 from __future__ import annotations

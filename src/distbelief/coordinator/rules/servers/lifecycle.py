@@ -351,9 +351,11 @@ def applied(state: State, reports: Sequence[m.StepReport], now: float) -> Result
 
 def paced(state: State, event: m.Heartbeat, now: float) -> Result:
     """Record a pace that a worker has chosen. Workers begin with the pace whose numbers are all 1."""
+    if not event.timing.pace:
+        return state, []
     strategy, pace = state.config.parsed_strategy, tuple(event.timing.pace)
     names = strategy.pace_names
-    if not pace or len(pace) != len(names) or pace == state.fleet.paces.get(event.worker, (1,) * len(names)):
+    if len(pace) != len(names) or pace == state.fleet.paces.get(event.worker, (1,) * len(names)):
         return state, []
     state = replace(state, fleet=replace(state.fleet, paces={**state.fleet.paces, event.worker: pace}))
     text = f"worker {event.worker} {strategy.pace_text(pace)} from step {event.step} on"
