@@ -509,6 +509,12 @@ class Strategy(ABC):
         return False
 
     @property
+    def inexact_form(self) -> str:
+        """The string form of this strategy without the promise of equal bits, for people whose model cannot keep it;
+        empty: there is none."""
+        return ""
+
+    @property
     def no_replay(self) -> str:
         """Why one process cannot compute a single step again; empty: it can."""
         return ""
