@@ -29,7 +29,9 @@ def describe_failure(spec: WorkerSpec, error: BaseException, step: int, shard: i
     else:
         message = f"{type(error).__name__}: {error}"
         details, shown = _user_traceback(error)
-        hint = _hint(error, spec.options.strategy) or ("the traceback shows where in the job's code it happened" if shown else "")
+        hint = _hint(error, spec.options.strategy) or (
+            "the traceback shows where in the job's code it happened" if shown else ""
+        )
     if isinstance(error, NonFiniteLoss):
         step, shard = error.step, error.shard
     return WorkerFailed(spec.worker, spec.host, kind, message, hint, details, step, shard)
