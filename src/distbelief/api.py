@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.options import DEFAULT_STRATEGY, STUCK_AFTER_S, RunOptions, profile_text
+from distbelief.options import DEFAULT_STRATEGY, STUCK_AFTER_S, RunOptions, absolute, profile_text
 from distbelief.result import Result, result_of
 
 if TYPE_CHECKING:
@@ -113,9 +113,10 @@ def train(
 
 
 def resume(
-    run_dir: str | Path,
+    run: str | Path,
     job: Job | None = None,
     *,
+    run_dir: str | Path | None = None,
     workers: int | None = None,
     strategy: str | Strategy | None = None,
     on: str = "local",
@@ -125,12 +126,16 @@ def resume(
 
     With any number of workers the weights at the end are those of a run that was never interrupted. `job` is needed
     where the run was started by `train` with a Job: the same one again. A run that is complete is left alone.
+
+    `run` is the run directory; or, where that is lost, the folder or URL of the run's checkpoints. The run then gets a
+    new run directory, `run_dir`.
     """
     from distbelief.launch import engines
 
     engines.check(on)
     with _view(quiet) as view:
-        return resume_run(Path(run_dir), workers=workers, strategy=strategy, view=view, job=job, on=on)
+        there = run_to_resume(run, run_dir)
+        return resume_run(there, workers=workers, strategy=strategy, view=view, job=job, on=on)
 
 
 def run_file(
@@ -159,6 +164,24 @@ def run_file(
     if engine:
         launch = engine.arrange(launch)
     return _run(launch, view, engine.announce if engine else None)
+
+
+def run_to_resume(run: str | Path, run_dir: str | Path | None) -> Path:
+    """The run directory of the run to resume. `run`: a run directory, or the checkpoints of a run without one, which
+    gets the directory `run_dir`."""
+    from distbelief.launch.adoption import adopt, names_checkpoints
+
+    where = os.fspath(run)
+    if not names_checkpoints(where):
+        if run_dir is not None:
+            raise DistBeliefError(
+                f"{where} is a run directory, and the run continues in it",
+                hint="a new run directory is for a run that is resumed from its checkpoints alone",
+            )
+        return Path(run)
+    made = _run_dir(run_dir, where.rstrip("/").rpartition("/")[2] or "run")
+    adopt(absolute(where), made)
+    return made
 
 
 def resume_run(
@@ -255,6 +278,7 @@ def _run(launch: Launch, view: View, announce: Announce | None = None) -> Result
 
     from distbelief.control.messages import PROFILE_FOLDER
     from distbelief.launch import engines
+    from distbelief.launch.adoption import keep_beside_checkpoints
     from distbelief.launch.launch import keep_launch
     from distbelief.launch.rundir import make_run_dir
 
@@ -267,6 +291,7 @@ def _run(launch: Launch, view: View, announce: Announce | None = None) -> Result
     if options.begin_from and not launch.resumed:
         launch = launch.with_options(begin_from=_pinned(launch, view))
     keep_launch(launch)
+    keep_beside_checkpoints(launch)
     if not options.profile:
         return result_of(engines.run(launch, view, announce), launch.run_dir, started)
     (launch.run_dir / PROFILE_FOLDER).mkdir(exist_ok=True)

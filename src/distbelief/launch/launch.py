@@ -239,6 +239,11 @@ def from_data(run_dir: Path, data: dict[str, Any], host: str = "") -> Launch:
     return Launch(run_dir, options, job, msgspec.convert(data, Placement))
 
 
+def is_launched(run_dir: Path) -> bool:
+    """Whether a run was started in that directory."""
+    return (run_dir / _FILE).is_file()
+
+
 def read_launch(run_dir: Path, host: str = "") -> Launch:
     """How the run in that directory was started. `host`: what this machine is called in the run."""
     file = run_dir / _FILE
