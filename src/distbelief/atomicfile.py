@@ -33,18 +33,21 @@ def write_whole(path: Path, write: Callable[[Path], object], check: Callable[[Pa
         return check(draft)
 
 
-def replace_file(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write `content` to `path`. `private`: only the owner can read the file, also while it is a draft.
-
-    The file is not forced to disk: a crash of the machine may lose it, a crash of the process cannot.
-    """
+def replace_file(path: Path, content: bytes, *, private: bool = False, durable: bool = False) -> None:
+    """Write `content` to `path`. `private`: only the owner can read the file, also while it is a draft. `durable`: a
+    crash of the machine cannot lose the file; otherwise only a crash of the process cannot."""
     draft = _draft_of(path)
     try:
         draft.unlink(missing_ok=True)  # of a killed process with our process number, perhaps with other rights
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if private else 0o666)
         with open(fd, "wb") as file:
             file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         draft.replace(path)
+        if durable:
+            force_to_disk(path.parent)
     finally:
         _remove(draft)
 

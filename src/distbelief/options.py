@@ -25,6 +25,7 @@ USUAL_STEPS = "auto"
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.ASCII)
+_PASSWORD = re.compile(r"(\w+)://[^/@:]*:([^/@]+)@")
 _STEPS = re.compile(r"(\d+):(\d+)", re.ASCII)
 
 
@@ -122,6 +123,23 @@ def profile_text(profile: bool | str | tuple[int, int]) -> str:
     return profile if isinstance(profile, str) else ":".join(str(step) for step in profile)
 
 
+def without_password(where: str) -> None:
+    """Raises if a URL holds a password: it would stay in the files of the run.
+
+    >>> without_password("s3://bucket/run"), without_password("sftp://me@host/run")
+    (None, None)
+    """
+    if not (found := _PASSWORD.search(where)):
+        return
+    protocol = found[1].upper()
+    names = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" if protocol == "S3" else f"FSSPEC_{protocol}_PASSWORD"
+    shown = where[: found.start(2)] + "…" + where[found.end(2) :]
+    raise DistBeliefError(
+        f"{shown} has a password in it, which would stay in the files of the run",
+        hint=f"leave it out of the URL, and set it in the environment: {names}",
+    )
+
+
 def absolute(where: str) -> str:
     """A path that stays valid when the process changes its folder. URLs and empty texts stay as they are."""
     return os.path.abspath(where) if where and "://" not in where else where
@@ -186,7 +204,10 @@ class RunOptions(msgspec.Struct, frozen=True):
         ),
     ] = "10m"
     checkpoints: Annotated[
-        str, Option("Where checkpoints go: a folder, s3://… Default: RUN/checkpoints.", metavar="URL")
+        str,
+        Option(
+            "Where checkpoints go: a folder, s3://… Default: RUN/checkpoints.", metavar="URL", check=without_password
+        ),
     ] = ""
     keep_last: Annotated[int, Option("Keep the newest K checkpoints.", metavar="K", least=1)] = 3
     keep_every: Annotated[int, Option("Keep also checkpoints whose step is a multiple of M.", metavar="M", least=0)] = 0
@@ -196,7 +217,12 @@ class RunOptions(msgspec.Struct, frozen=True):
     ] = ""
     begin_from: Annotated[
         str,
-        Option("Weights to begin with: a run, a checkpoint, a .safetensors file.", flag="--from", metavar="PATH"),
+        Option(
+            "Weights to begin with: a run, a checkpoint, a .safetensors file.",
+            flag="--from",
+            metavar="PATH",
+            check=without_password,
+        ),
     ] = ""
     profile: Annotated[
         str, Option('Steps to profile, as in "10:20"; "auto": some steps after the first ones.', check=profile_plan)

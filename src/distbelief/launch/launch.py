@@ -212,9 +212,8 @@ def keep_launch(launch: Launch) -> None:
     if launch.resumed:
         check_idle(launch.run_dir)
     try:
-        replace_file(
-            launch.run_dir / _FILE, msgspec.json.format(msgspec.json.encode(to_data(launch)), indent=2) + b"\n"
-        )
+        content = msgspec.json.format(msgspec.json.encode(to_data(launch)), indent=2) + b"\n"
+        replace_file(launch.run_dir / _FILE, content, private=True, durable=True)
     except OSError as error:
         raise DistBeliefError(f"cannot write {launch.run_dir / _FILE}: {error.strerror}") from error
 

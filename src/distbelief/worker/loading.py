@@ -165,7 +165,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int) -> None:
+def write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int, durable: bool) -> None:
     content: dict[str, Any] = {
         **msgspec.to_builtins(loaded.facts()),
         "file": spec.job.file,
@@ -179,4 +179,5 @@ def write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int) -> None:
         "canary": msgspec.to_builtins(loaded.canary),
         "versions": versions(),
     }
-    replace_file(Path(spec.run_dir) / "job.json", json.dumps(content, indent=2).encode() + b"\n")
+    text = json.dumps(content, indent=2).encode() + b"\n"
+    replace_file(Path(spec.run_dir) / "job.json", text, private=True, durable=durable)

@@ -227,7 +227,8 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
         if membership.watch and spec.options.threads == 1 and exchange.size > 1:
             threading.Thread(target=_watch_neighbour, args=[membership.watch, link, action], daemon=True).start()
         if action.rank == 0:
-            write_job_json(spec, loaded, len(action.members))
+            # Later generations change the number of workers only, and a recovery must not wait for the disk.
+            write_job_json(spec, loaded, len(action.members), durable=not action.past)
             _report_takeover(link, replica, action)
             _report_rollback(link, replica, action)
         task = Assignment(
