@@ -15,8 +15,8 @@ import msgspec
 
 from distbelief.control import messages as m
 from distbelief.coordinator import journal
-from distbelief.coordinator.rules.authorization import FROM_WORKERS, is_introduced
 from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.authorization import FROM_WORKERS, is_introduced
 from distbelief.coordinator.rules.progress import REMEMBERED, Seen
 from distbelief.coordinator.rules.replay import resumed
 from tests.sim.clock import Clock
