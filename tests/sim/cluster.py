@@ -200,6 +200,7 @@ class Cluster:
 
     def coordinator_died(self) -> None:
         self.coordinator_died_at = self.clock.now
+        self.mischief.coordinator_died()
         self.clock.after(0.1 + 0.5 * self.rng.random(), self._revive, self.life)
 
     def _revive(self, life: int) -> None:

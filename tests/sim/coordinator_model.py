@@ -16,6 +16,7 @@ import msgspec
 from distbelief.control import messages as m
 from distbelief.coordinator import journal
 from distbelief.coordinator.rules import state as s
+from distbelief.coordinator.rules.authorization import FROM_WORKERS, is_introduced
 from distbelief.coordinator.rules.progress import REMEMBERED, Seen
 from distbelief.coordinator.rules.replay import resumed
 from tests.sim.clock import Clock
@@ -104,6 +105,9 @@ class VirtualCoordinator:
                 self.handle(event, sender)
 
     def handle(self, event: s.Input, sender: int = -3) -> None:
+        if isinstance(event, FROM_WORKERS) and not is_introduced(self.state.workers, event):
+            self.dropped += 1
+            return
         try:
             self.state, outputs = s.step(self.state, event, self._world.clock.now)
         except s.ProtocolError:

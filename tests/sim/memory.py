@@ -24,6 +24,7 @@ from distbelief.transport.exchange import PublishedSum, Source
 from distbelief.worker.rules.control import TrainGeneration
 from tests.sim.invariants import Broken, Invariants
 from tests.sim.reference import Reference, add, fingerprint_of, updated
+from tests.sim.storage import History
 
 TORN = -1
 Key = tuple[str, int]
@@ -69,6 +70,8 @@ class Ledger:
         self.broken = False
         """A connection of this group is broken (private replicas only)."""
         self.letters: dict[int, tuple[bool, int]] = {}
+        self.given: History = {}
+        """What the member gives that has the furthest state (private replicas only)."""
         self.taken: dict[int, Plan | None] = {}
         """What is done about a step that others began; None: nobody had begun it."""
         self._plans: dict[int, Plan] = {}
@@ -105,8 +108,7 @@ class SharedMemory:
         self.initialised = False
         self.values = [TORN] * tiles
         self.stamps = [0] * tiles
-        self.history: dict[int, tuple[str, float]] = {}
-        """Step -> what it gave, and when."""
+        self.history: History = {}
         self._aside: dict[int, tuple[int, int, int]] = {}
         """Rank -> the tile that it had open last, before which step, and what was in it."""
         self._invariants = invariants
@@ -121,7 +123,7 @@ class SharedMemory:
     def steps_applied(self) -> int:
         return min(self.stamps) // 2
 
-    def begin_at(self, step: int, history: dict[int, tuple[str, float]], generation: int) -> None:
+    def begin_at(self, step: int, history: History, generation: int) -> None:
         """Write the first state: that of a checkpoint, or, after 0 steps, the initial one."""
         self.values = list(self.reference.states[step])
         self.stamps = [2 * step] * self.tiles

@@ -23,6 +23,8 @@ HOST = "host"
 """Where the engine is. Workers that somebody starts by hand may be elsewhere."""
 MOST_EARLY_DEATHS = 2
 MOST_LIVES = 4
+LOADING_S = 8.0
+"""The longest freeze of a worker that no coordinator knows to be ready."""
 ASKER = -4
 """Who asks for checkpoints from outside."""
 
@@ -107,12 +109,18 @@ class Mischief:
 
     def _freeze(self, worker: VirtualWorker, duration_s: float) -> None:
         known = self._cluster.coordinator.state.workers.get(worker.number)
-        if self._gathering() or known is None or not known.ready:
-            duration_s = min(duration_s, 8.0)  # a worker that loads the job for ever is not given up by anybody
+        if self._gathering() or not self._cluster.coordinator.alive or known is None or not known.ready:
+            duration_s = min(duration_s, LOADING_S)  # a worker that loads the job for ever is not given up by anybody
         if not self._is_guilty(worker):
             worker.freeze()
             if duration_s < float("inf"):
                 self._cluster.clock.after(duration_s, worker.wake)
+
+    def coordinator_died(self) -> None:
+        """The next one does not know that a worker without a seat was ready, and waits for it to load the job."""
+        for worker in self._cluster.workers.values():
+            if worker.frozen and not self._cluster.coordinator.state.is_member(worker.number):
+                self._cluster.clock.after(LOADING_S, worker.wake)
 
     def _kill(self, worker: VirtualWorker) -> None:
         # Of who comes by hand from elsewhere and dies on the way nobody ever hears; its place is kept for it.

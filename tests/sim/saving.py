@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 from distbelief.control import messages as m
 from distbelief.options import SavePlan
 from distbelief.worker.rules.control import Save, Seal
-from distbelief.worker.saving import BUFFERS, LAST_TRIES, LONGEST_RETRY_S, REMEMBERED, RETRY_S
+from distbelief.worker.rules.reports import unheard
+from distbelief.worker.rules.writing import Attempts, after_failure
+from distbelief.worker.saving import BUFFERS, REMEMBERED
 from distbelief.worker.training import is_save_due
 from tests.sim.clock import Clock
 from tests.sim.storage import CannotWrite, History, IsIncomplete, IsSealed, Part, Storage
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from tests.sim.training import Generation, Work
 
 FOLDER = "checkpoints"
-HEARD_AFTER_S = 10.0
 
 
 # --- the saver of one worker -----------------------------------------------------------------------------------------
@@ -63,7 +64,8 @@ class VirtualSaver:
         self.asked = -1
         self._storage = storage
         self._clock = clock
-        self._taken = 0
+        self._under_way: set[int] = set()
+        self._asked_to_seal: set[int] = set()
         self._sealed = 0
         self._copying: Copying | None = None
         self._written: dict[int, Snapshot] = {}
@@ -79,8 +81,13 @@ class VirtualSaver:
             self._me.say(m.CheckpointSealed(self._me.number, wish.step))
         elif wish.step in self._written:
             self._tell_part(self._written[wish.step])
-        elif present > wish.step and self._taken != wish.step:
+        elif present > wish.step and wish.step not in self._under_way:
             self._me.say(m.SaveMissed(self._me.number, wish.step))
+
+    def miss(self, applied: int) -> None:
+        """The state after so many steps is gone: nobody can save it."""
+        if applied == self.asked:
+            self._me.say(m.SaveMissed(self._me.number, applied))
 
     def skip(self, step: int) -> None:
         self._me.say(m.SaveFailed(self._me.number, step, "both copies are in use", gave_up=True))
@@ -89,14 +96,11 @@ class VirtualSaver:
         """Those that keep on failing make room for the last one."""
         self.newest = number, step
 
-    def is_replaced(self, snapshot: Snapshot) -> bool:
-        return self.newest[0] > snapshot.number
-
     def take(self, snapshot: Snapshot) -> None:
         self.copies += 1
         self._copying = snapshot.copying
         self.newest = snapshot.number, snapshot.part.step
-        self._taken = snapshot.part.step
+        self._under_way.add(snapshot.part.step)
         self._do(self._write(snapshot))
 
     def let_go(self) -> None:
@@ -105,7 +109,9 @@ class VirtualSaver:
             self._copying.finish()
 
     def seal(self, wish: Seal) -> None:
-        self._do(self._seal(wish))
+        if wish.step not in self._asked_to_seal:
+            self._asked_to_seal.add(wish.step)
+            self._do(self._seal(wish))
 
     def thawed(self) -> None:
         if self._held:
@@ -139,26 +145,26 @@ class VirtualSaver:
     def _write(self, snapshot: Snapshot) -> Iterator[float]:
         yield self._storage.write_s * self._me.chance()
         snapshot.copying.finish()
-        part, tries, pause_s, done = replace(snapshot.part, tiles=snapshot.copying.tiles), 0, RETRY_S, False
+        part, attempts = replace(snapshot.part, tiles=snapshot.copying.tiles), Attempts()
         snapshot = replace(snapshot, part=part)
-        while not done:
+        while True:
             yield self._storage.write_s * (0.5 + self._me.chance())
             try:
-                done = self._try(snapshot)
+                self._try(snapshot)
+                break
             except (CannotWrite, IsSealed) as error:
-                tries += 1
-                replaced = self.is_replaced(snapshot)
-                over = replaced or (snapshot.last and tries >= LAST_TRIES)
-                if isinstance(error, CannotWrite):
-                    gave_up = over and not (replaced and self.newest[1] == part.step)
-                    self._me.say(m.SaveFailed(self._me.number, part.step, "cannot write", gave_up=gave_up))
-                if over:
+                exists = isinstance(error, IsSealed)
+                then = after_failure(attempts, exists, snapshot.number, part.step, self.newest, snapshot.last)
+                if not exists:
+                    self._me.say(m.SaveFailed(self._me.number, part.step, "cannot write", gave_up=then.gave_up))
+                if then.over:
                     break
-                yield pause_s
-                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+                attempts = then.attempts
+                yield then.pause_s
+        self._under_way.discard(part.step)
         self.copies -= 1
 
-    def _try(self, snapshot: Snapshot) -> bool:
+    def _try(self, snapshot: Snapshot) -> None:
         part = snapshot.part
         try:
             self._storage.write(part)
@@ -168,12 +174,12 @@ class VirtualSaver:
             if not self._storage.unseal_if_damaged(part.step):
                 self._sealed = part.step
                 self._me.say(m.CheckpointSealed(self._me.number, part.step))
-                return True
+                return
             self._storage.write(part)
         known = {**self._written, part.step: snapshot}
         self._written = {step: known[step] for step in sorted(known)[-REMEMBERED:]}
+        self._under_way.discard(part.step)
         self._tell_part(snapshot)
-        return True
 
     def _tell_part(self, snapshot: Snapshot) -> None:
         part = snapshot.part
@@ -181,6 +187,7 @@ class VirtualSaver:
 
     def _seal(self, wish: Seal) -> Iterator[float]:
         yield self._storage.write_s * self._me.chance()
+        self._asked_to_seal.discard(wish.step)
         snapshot = self._written.get(wish.step)
         if wish.step != self._sealed:
             if snapshot is None or snapshot.part.members != len(wish.parts):
@@ -229,10 +236,9 @@ def save_if_due(part: Generation, applied: int, values: Callable[[int], int], hi
     size = part.ledger.size
     copying = Copying(range(part.rank, part.around.memory.tiles, size), values)
     part.copies.append(copying)
-    newest_s = max((at for _, at in history.values()), default=0.0)
-    unheard = {step: one for step, one in history.items() if one[1] > newest_s - HEARD_AFTER_S and step < applied}
+    kept = {one.step: one for one in unheard([history[step] for step in sorted(history) if step < applied])}
     mine = Part(applied, part.action.generation, part.rank, size)
-    saver.take(Snapshot(number, mine, copying, unheard, last))
+    saver.take(Snapshot(number, mine, copying, kept, last))
 
 
 def finish_copies(part: Generation) -> None:
@@ -247,5 +253,6 @@ def load(part: Generation) -> Generator[float, None, tuple[int, History]]:
         return 0, {}
     yield part.around.pace.copy_s
     step, history, skipped = part.me.origin.newest_sound()
+    part.loaded = step
     part.me.say(m.CheckpointLoaded(part.me.number, step, FOLDER, skipped))
     return step, history

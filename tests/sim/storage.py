@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from distbelief.control import messages as m
+from distbelief.strategies.base import Applied
 from tests.sim.invariants import Invariants
 
-History = dict[int, tuple[str, float]]
-"""Step -> what it gave, and when."""
+History = dict[int, Applied]
+"""Step -> what it gave."""
 
 
 class CannotWrite(Exception):

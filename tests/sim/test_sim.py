@@ -121,6 +121,18 @@ def test_forgetting_who_made_a_step_certain_is_noticed(monkeypatch: pytest.Monke
     noticed("what would finish it is gone")
 
 
+def test_repeating_a_report_with_the_reporters_generation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator takes the step for one of this generation, and forgets who made the next one certain."""
+
+    def recall_from(part: training.Generation, history: training.History, applied: Callable[[], int]) -> None:
+        mine = {step: replace(one, generation=part.action.generation) for step, one in history.items()}
+        recall(part, mine, applied)
+
+    recall = training.Generation.recall_from
+    monkeypatch.setattr(training.Generation, "recall_from", recall_from)
+    noticed("what would finish it is gone", only=["kill at the next change"])
+
+
 def test_obeying_a_lower_epoch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     real: Callable[..., Any] = control.step
 

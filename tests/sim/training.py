@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from distbelief.control import messages as m
+from distbelief.strategies.base import Applied
 from distbelief.worker.rules.control import TrainGeneration
+from distbelief.worker.rules.reports import first_to_repeat, report_of
 from tests.sim.invariants import Broken, Invariants
 from tests.sim.memory import TORN, Key, Ledger, Past, Plan, SharedMemory, add_up, takeover
 from tests.sim.reference import add, gradient, row
 from tests.sim.saving import Copying, VirtualSaver, finish_copies, load, save_if_due
-from tests.sim.storage import Storage
+from tests.sim.storage import History, Storage
 
 Work = Iterator["float | Wait"]
 LOOK = -1.0
@@ -39,7 +41,7 @@ class OwnState:
 
     initialised: bool = False
     applied: int = 0
-    history: dict[int, tuple[str, float]] = field(default_factory=dict)
+    history: History = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Generation:
         self.past = Past()
         self.plan: tuple[int, Plan] | None = None
         self.copies: list[Copying] = []
+        self.loaded = 0
+        """The step of the checkpoint that this member has loaded."""
         me.busy_s, me.computed = 0.0, 0
 
     def writes(self, what: str, step: int) -> None:
@@ -178,26 +182,26 @@ class Generation:
             self.around.invariants.summed(step, self.action.generation, found.total, found.fingerprint, counted)
         return sums[step].total
 
-    def finish_step(self, step: int, history: dict[int, tuple[str, float]]) -> None:
+    def finish_step(self, step: int, history: History) -> None:
         self.me.step = step + 1
         if self.leads:
-            self.me.reports.append(self.report(step, *history[step]))
+            self.me.reports.append(report_of(replace(history[step], generation=self.action.generation)))
 
-    def report(self, step: int, fingerprint: str, at: float) -> m.StepReport:
-        samples = self.around.memory.reference.samples(step)
-        return m.StepReport(step, 0.0, samples, fingerprint, at, self.action.generation)
+    def applied(self, step: int) -> Applied:
+        samples, found = self.around.memory.reference.samples(step), self.ledger.sums[step]
+        return Applied(step, 0.0, samples, found.fingerprint, self.action.generation, self.around.now())
 
     def sealed(self, applied: int) -> int:
         """What is saved; what the first generation of all finds is what was loaded, if anything."""
-        return self.action.sealed if self.action.past else applied
+        return max(self.action.sealed, self.loaded) if self.action.past else applied
 
-    def recall_from(self, history: dict[int, tuple[str, float]], applied: Callable[[], int]) -> None:
+    def recall_from(self, history: History, applied: Callable[[], int]) -> None:
         def recall(reported: int) -> None:
             steps = range(reported, applied())
-            self.me.reports.extend(self.report(step, *history[step]) for step in steps if step in history)
+            self.me.reports.extend(report_of(history[step]) for step in steps if step in history)
 
         self.me.recall = recall
-        recall(self.action.reported)
+        recall(first_to_repeat(self.action.reported, applied()))
 
     def finished(self, digest: str) -> m.WorkerFinished:
         steps = self.around.memory.reference.steps
@@ -239,7 +243,9 @@ def together(part: Generation) -> Work:
     if part.leads:
         _tell_of_takeover(part, applied)
         part.recall_from(memory.history, lambda: memory.steps_applied)
-    if applied > part.sealed(applied) and not in_part:
+    if in_part and me.saver:
+        me.saver.miss(applied)
+    elif applied > part.sealed(applied):
         yield from save_if_due(part, applied, memory.values.__getitem__, memory.history)
     for step in range(applied, steps):
         plan = part.plan_of(step, memory.reference.occupied[step])
@@ -249,7 +255,7 @@ def together(part: Generation) -> Work:
         yield part.announce("arrived", step)
         total = part.add_up(step, plan)
         if part.leads and not memory.has(0, step):
-            memory.history[step] = part.ledger.sums[step].fingerprint, around.now()
+            memory.history[step] = part.applied(step)
         finish_copies(part)
         for tile in range(part.rank, memory.tiles, part.ledger.size):
             if memory.has(tile, step):
@@ -307,12 +313,12 @@ def apart(part: Generation) -> Work:
             giver = part.rank == -source
             yield around.pace.copy_s
             if giver:
+                ledger.given = dict(own.history)
                 part.ledger.announced["copied", 0] = set(range(ledger.size))
                 around.released(ledger, ("copied", 0))
             else:
                 yield Wait(ledger, ("copied", 0))
-                history = {step: (reference.fingerprints[step], around.now()) for step in range(truth)}
-                own.initialised, own.applied, own.history = True, truth, history
+                own.initialised, own.applied, own.history = True, truth, dict(ledger.given)
     around.invariants.replica_at(me.number, own.applied, generation)
     me.step = own.applied
     if part.leads:
@@ -331,7 +337,7 @@ def apart(part: Generation) -> Work:
         part.writes("applies a step", step)
         finish_copies(part)
         own.applied = step + 1
-        own.history[step] = part.ledger.sums[step].fingerprint, around.now()
+        own.history[step] = part.applied(step)
         around.invariants.replica_at(me.number, own.applied, generation)
         part.finish_step(step, own.history)
         yield from save_if_due(part, step + 1, values, own.history)

@@ -17,12 +17,10 @@ from distbelief.checkpoint.reading import newest_sound, open_checkpoint, read_ma
 from distbelief.checkpoint.sources import MODEL, open_source, read_source
 from distbelief.checkpoint.storage import Where
 from distbelief.strategies.base import Applied, Saved, Seated
+from distbelief.worker.rules.reports import unheard
 from distbelief.worker.spec import Origin
 
 Found = TypeVar("Found")
-
-HEARD_AFTER_S = 2.0
-"""Upper bound in seconds: a step's result is in the metrics file long before."""
 
 
 class DataPosition(msgspec.Struct, frozen=True):
@@ -38,9 +36,8 @@ def facts_at(known: Facts, replica: Seated, applied: int) -> Facts:
     """A checkpoint's facts about the state after `applied` steps, added to the `known` facts about the job."""
     history = replica.remembered(0)
     last = history[-1]
-    unheard = tuple(one for one in history if one.at > last.at - HEARD_AFTER_S or one is last)
     evaluated, note = replica.note()
-    position = DataPosition(applied, unheard, note.decode() if evaluated == applied else "")
+    position = DataPosition(applied, unheard(history), note.decode() if evaluated == applied else "")
     metrics = {"training_loss": last.loss, **(json.loads(position.note) if position.note else {})}
     return msgspec.structs.replace(known, data=msgspec.to_builtins(position), metrics=metrics)
 

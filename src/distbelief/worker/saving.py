@@ -28,6 +28,7 @@ from distbelief.strategies.base import Copying, Portion, Seated
 from distbelief.transport.shm.memfd import require_memory
 from distbelief.transport.shm.segment import Segment
 from distbelief.worker.rules.control import Save, Seal
+from distbelief.worker.rules.writing import Attempts, after_failure
 
 BUFFERS = 2
 """Copies of the state in memory: one is written to the checkpoint while the next one is taken."""
@@ -77,10 +78,6 @@ class CopyMemory:
         self.give_back(segment)
 
 
-RETRY_S = 1.0
-LONGEST_RETRY_S = 30.0
-LOOKING_S = 0.1
-LAST_TRIES = 6  # attempts for the run's last checkpoint: half a minute, then the run ends without it
 REMEMBERED = 4  # written snapshots that are kept until their checkpoint is sealed
 
 
@@ -232,26 +229,19 @@ class Saver:
 
     def _write_with_retries(self, snapshot: _Snapshot) -> PartRecord | None:
         """Write the snapshot, with retries. None: it is no longer needed."""
-        tries, pause_s, looking_s = 0, RETRY_S, LOOKING_S
+        attempts = Attempts()
         while True:
             try:
                 return self._try(snapshot)
             except Exception as error:  # no error of saving ends the run
-                tries += not isinstance(error, CheckpointExists)
-                replaced = self._newest[0] > snapshot.number
-                done = replaced or (snapshot.last and tries >= LAST_TRIES)
-                looking = isinstance(error, CheckpointExists)  # rank 0 verifies it, and replaces a damaged one
-                if not looking:
-                    again = replaced and self._newest[1] == snapshot.step  # another generation took the same step
-                    self._tell_failure(snapshot.step, error, gave_up=done and not again)
-                if done:
+                exists = isinstance(error, CheckpointExists)
+                then = after_failure(attempts, exists, snapshot.number, snapshot.step, self._newest, snapshot.last)
+                if not exists:
+                    self._tell_failure(snapshot.step, error, then.gave_up)
+                if then.over:
                     return None
-            if looking:
-                time.sleep(looking_s)
-                looking_s = min(2 * looking_s, LONGEST_RETRY_S)
-            else:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+            attempts = then.attempts
+            time.sleep(then.pause_s)
 
     def _try(self, snapshot: _Snapshot) -> PartRecord | None:
         folder, step, rank, portions = self.plan.folder, snapshot.step, snapshot.rank, snapshot.portions

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distbelief.checkpoint.manifest import Facts
-from distbelief.control.messages import Evaluation, StepReport, Timing, WorkerFinished
+from distbelief.control.messages import Evaluation, Timing, WorkerFinished
 from distbelief.job import Job
 from distbelief.options import SavePlan
 from distbelief.strategies.base import Applied, MeasureAll, Replica, Seated
@@ -18,6 +18,7 @@ from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.feed import Feed
 from distbelief.worker.link import Progress
 from distbelief.worker.origin import facts_at
+from distbelief.worker.rules.reports import first_to_repeat, report_of
 from distbelief.worker.saving import Saver
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class GenerationTraining:
         self.progress.recall = lambda reported: report_again(self.replica, self.progress, reported)
 
     def report(self, one: Applied) -> None:
-        _report(self.progress, one)
+        self.progress.reports.append(report_of(one))
 
     def reached(self, applied: int, counted: int) -> None:
         self.progress.step = applied
@@ -216,8 +217,7 @@ def train(replica: Replica, training: GenerationTraining) -> WorkerFinished:
     metrics: dict[str, float] = {}
     if leads:
         training.answer_recalls()
-        # After a rollback `task.reported` may be from before it: then report all steps again.
-        progress.recall(task.reported if task.reported <= first else 0)
+        progress.recall(first_to_repeat(task.reported, first))
         metrics = training.last_evaluation()
     if (begun := replica.taken_over()) and begun.is_in_part:
         if task.saver:
@@ -253,7 +253,7 @@ def train(replica: Replica, training: GenerationTraining) -> WorkerFinished:
         if leads:
             at = time.time()
             for number, one in enumerate(results, step):
-                _report(progress, Applied(number, one.loss, one.samples, one.fingerprint, task.generation, at))
+                training.report(Applied(number, one.loss, one.samples, one.fingerprint, task.generation, at))
         if leads and (lines := replica.plan_lines()):
             task.show(lines)
         step += len(results)
@@ -292,15 +292,10 @@ def _is_missing(replica: Replica, applied: int) -> bool:
 
 def report_again(replica: Seated, progress: Progress, reported: int) -> None:
     """Repeat reports that earlier members or a coordinator may have lost. Any member can do it."""
-    for one in replica.remembered(reported):
-        _report(progress, one)
+    progress.reports.extend(map(report_of, replica.remembered(reported)))
     evaluated, metrics = _last_evaluation(replica)
     if metrics:
         progress.evaluations.append(Evaluation(evaluated, metrics))
-
-
-def _report(progress: Progress, one: Applied) -> None:
-    progress.reports.append(StepReport(one.step, one.loss, one.samples, one.fingerprint, one.at, one.generation))
 
 
 def _last_evaluation(replica: Seated) -> tuple[int, dict[str, float]]:

@@ -11,8 +11,8 @@ import pytest
 from distbelief.checkpoint.manifest import Facts
 from distbelief.control.messages import CheckpointSealed, Event, PartSaved
 from distbelief.options import SavePlan
-from distbelief.worker import saving
 from distbelief.worker.origin import facts_at
+from distbelief.worker.rules import writing
 from distbelief.worker.rules.control import Seal
 from distbelief.worker.saving import Saver
 from tests.support.replicas.states import Trainer, job_with
@@ -68,5 +68,5 @@ class Crew:
 
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short pauses between two tries."""
-    monkeypatch.setattr(saving, "RETRY_S", 0.01)
-    monkeypatch.setattr(saving, "LONGEST_RETRY_S", 0.02)
+    monkeypatch.setattr(writing, "RETRY_S", 0.01)
+    monkeypatch.setattr(writing, "LONGEST_RETRY_S", 0.02)

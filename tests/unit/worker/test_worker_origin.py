@@ -14,7 +14,8 @@ from distbelief.checkpoint.reading import read_manifest
 from distbelief.checkpoint.saving import seal, write_part
 from distbelief.checkpoint.weights import save_weights, weights_sha256
 from distbelief.errors import DistBeliefError
-from distbelief.worker.origin import HEARD_AFTER_S, facts_at, frozen_of, newest_saved, saved_at, weights_of
+from distbelief.worker.origin import facts_at, frozen_of, newest_saved, saved_at, weights_of
+from distbelief.worker.rules.reports import HEARD_AFTER_S
 from distbelief.worker.spec import Origin
 from tests.support.replicas.states import Trainer, job_with
 

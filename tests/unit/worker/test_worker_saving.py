@@ -21,7 +21,8 @@ from distbelief.worker import saving
 from distbelief.worker import saving as copies
 from distbelief.worker.origin import saved_at
 from distbelief.worker.rules.control import Save, Seal
-from distbelief.worker.saving import LAST_TRIES, Saver
+from distbelief.worker.rules.writing import LAST_TRIES
+from distbelief.worker.saving import Saver
 from distbelief.worker.training import is_save_due
 from tests.support.worker.crew import SILENCE_S, WAIT_S, Crew, Trainer, job_with, quickly
 
