@@ -1,4 +1,4 @@
-"""The limits that a control group (a container, a batch job) sets on memory and processes, for versions 1 and 2.
+"""The limits that control groups (containers, batch jobs) set on memory, processors and processes; both versions.
 
 A process is in one group per hierarchy, and each group around it may have a limit: the tightest one counts. The
 functions on top are pure and take the texts of the files; those at the end read the files of this process.
@@ -16,10 +16,12 @@ from pathlib import Path, PurePosixPath
 Texts = Mapping[str, str]
 """The files of one group: name -> content. Files that do not exist are left out."""
 
-_ROOT = Path("/sys/fs/cgroup")
+ROOT = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 _NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 for "no limit"
 _MEMORY_FILES = ("memory.max", "memory.current", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
 _PROCESS_FILES = ("pids.max", "pids.current")
+_CPU_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ def folders(membership: str, controller: str) -> list[PurePosixPath]:
     """
     found: list[PurePosixPath] = []
     for line in membership.splitlines():
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if not controllers:
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if number == "0":  # version 2
             bases = [PurePosixPath(), PurePosixPath("unified")]  # the second where both versions are mounted
         elif controller in controllers.split(","):
             bases = [PurePosixPath(controllers), PurePosixPath(controller)]
@@ -97,6 +99,22 @@ def _number(texts: Texts, name: str) -> int | None:
     return int(text) if text.isdigit() and int(text) < _NO_LIMIT else None
 
 
+def cpu_quota(groups: Iterable[Texts]) -> float:
+    """Cores' worth of time, by the tightest limit; 0: no limit.
+
+    >>> cpu_quota([{"cpu.max": "max 100000"}, {"cpu.cfs_quota_us": "150000", "cpu.cfs_period_us": "100000"}])
+    1.5
+    """
+    found = []
+    for texts in groups:
+        quota, period = (*texts.get("cpu.max", "").split(), "", "")[:2]
+        if not quota:
+            quota, period = texts.get("cpu.cfs_quota_us", "").strip(), texts.get("cpu.cfs_period_us", "").strip()
+        if quota.isdigit() and period.isdigit():  # else "max" or -1: no limit
+            found.append(int(quota) / int(period))
+    return min(found, default=0.0)
+
+
 def why_no_fork(error: OSError, groups: Sequence[tuple[str, Texts]], user_limit: int) -> str:
     """Why the kernel refused to fork, with the limits that can be the cause, the tightest first.
 
@@ -124,19 +142,24 @@ def why_no_fork(error: OSError, groups: Sequence[tuple[str, Texts]], user_limit:
 # --- this process ----------------------------------------------------------------------------------------------------
 
 
-def texts_of(controller: str, names: Iterable[str], root: Path = _ROOT) -> list[tuple[str, Texts]]:
+def texts_of(
+    controller: str, names: Iterable[str], root: Path = ROOT, membership: Path = MEMBERSHIP
+) -> list[tuple[str, Texts]]:
     """(name, files) of each group around this process that has some of these files."""
-    membership = _text(Path("/proc/self/cgroup")) or ""
     found: list[tuple[str, Texts]] = []
-    for folder in folders(membership, controller):
+    for folder in folders(_text(membership) or "", controller):
         texts = {name: text for name in names if (text := _text(root / folder / name)) is not None}
         if texts:
             found.append((str(root / folder), texts))
     return found
 
 
-def own_memory_room() -> Room | None:
-    return memory_room(texts for _, texts in texts_of("memory", _MEMORY_FILES))
+def own_memory_room(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Room | None:
+    return memory_room(texts for _, texts in texts_of("memory", _MEMORY_FILES, root, membership))
+
+
+def own_cpu_quota(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
+    return cpu_quota(texts for _, texts in texts_of("cpu", _CPU_FILES, root, membership))
 
 
 def why_fork_failed(error: OSError) -> str:
