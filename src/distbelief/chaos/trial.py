@@ -63,6 +63,11 @@ def run_twin(plan: Plan, stream: TextIO) -> Evidence:
     return _evidence(result, journal.read(Path(result.run_dir) / "journal.jsonl"))
 
 
+def readers_of(twin: Evidence) -> int:
+    """The reader processes of a worker that train; 0: the data is in memory."""
+    return int(json.loads((Path(twin.run_dir) / "job.json").read_text())["readers"])
+
+
 def run_under_faults(plan: Plan, name: str, faults: Sequence[Fault], seed: int, stream: TextIO) -> FaultyRun:
     """Run the job in the folder `name`, and inject the faults during the run."""
     run_dir = plan.run_dir / name

@@ -18,11 +18,11 @@ import torch
 
 from distbelief.data.parcel import post, receive
 from distbelief.data.sources import MapStyle, Samples, seed_everything
-from distbelief.lifeline import die_with_parent
+from distbelief.lifeline import READER, die_with_parent, name_process
 from distbelief.shards import sample_seed
 
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-"""Blocked by the parent across the fork; `serve` sets how it takes them, and unblocks them."""
+"""Blocked by the worker across the fork of the reader parent, which sets how it takes them, and unblocks them."""
 
 _PARENT_IS_GONE = 0
 
@@ -96,12 +96,8 @@ def listed(samples: Samples) -> str:
 
 def _settle(parent: int) -> None:
     die_with_parent(parent)
-    signal.set_wakeup_fd(-1)
-    # Ctrl-C reaches the whole process group; the parent decides about the end
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+    name_process(READER)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ctrl-C stays ignored: it reaches the whole process group
     gc.freeze()  # a collection would write to, and so copy, every page shared with the parent
     # A fork does not copy OpenMP's threads, and a parallel region would wait for them for ever.
     torch.set_num_threads(1)

@@ -36,6 +36,11 @@ class Feed:
         self._asked: set[tuple[int, int]] = set()
         self._spans: dict[tuple[int, Range], tuple[int, npt.NDArray[np.int64]]] = {}
 
+    @property
+    def readers(self) -> int:
+        """The number of reader processes; 0: the data is in memory."""
+        return self._readers.processes if self._readers else 0
+
     def expect(self, units: Sequence[Range], until: int) -> None:
         """Set the ranges of shards that every step before `until` requests; batches of other ranges are dropped."""
         self.expect_groups([units], until, 1)

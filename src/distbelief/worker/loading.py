@@ -174,6 +174,7 @@ def write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int, durable: bool
         "precision": loaded.job.precision,
         "matmul": loaded.job.matmul,
         "workers": workers,
+        "readers": loaded.feed.readers,
         "threads": spec.options.threads,
         "device": spec.options.device,
         "canary": msgspec.to_builtins(loaded.canary),

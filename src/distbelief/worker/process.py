@@ -15,6 +15,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from distbelief.control.messages import (
     WorkerLeft,
     WorkerReady,
 )
+from distbelief.data.readers import ReadersLost
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import DeathWatch
@@ -126,6 +128,9 @@ def _serve(place: Place, loaded: Loaded, by_hand: bool) -> int:
         if by_hand or (end.status == "refused" and not spec.shares_memory):
             _say_how_it_ended(spec, end)
         return int(by_hand and end.status in ("refused", "failed"))
+    except ReadersLost as error:  # an exit without a report is a death: another worker takes this one's place
+        print(f"this worker ends: {error.message}; {error.hint}", file=sys.stderr, flush=True)
+        return 1
     except BaseException as error:
         failure = describe_failure(spec, error, loaded.watch.step, loaded.watch.shard)
     finally:
