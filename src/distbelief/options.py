@@ -227,6 +227,10 @@ class RunOptions(msgspec.Struct, frozen=True):
     profile: Annotated[
         str, Option('Steps to profile, as in "10:20"; "auto": some steps after the first ones.', check=profile_plan)
     ] = ""
+    impure: Annotated[
+        bool,
+        Option("Train although the purity check finds that the result will depend on the cluster; say so once."),
+    ] = False
     most_steps: Annotated[int, Option("End the run after this many steps; 0: as many as the job has.", least=0)] = 0
 
     def __post_init__(self) -> None:

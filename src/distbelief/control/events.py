@@ -140,6 +140,8 @@ class WorkerReady(Struct, frozen=True, tag=True):
     canary: Canary
     gpu: str = ""
     """The globally unique name of the accelerator that holds the worker's state; empty: the host's memory holds it."""
+    notices: list[str] = []
+    """What the user is told when the run starts, if this worker is the first to be ready."""
 
 
 class Heartbeat(Struct, frozen=True, tag=True):

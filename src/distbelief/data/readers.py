@@ -110,12 +110,13 @@ class Readers:
     def pids(self) -> list[int]:
         return [reader.pid for reader in self._readers]
 
-    def request(self, key: Key, epoch: int, samples: Samples) -> None:
-        """Request a batch for a later `take`. Does not wait. Repeating a request for the same key has no effect."""
+    def request(self, key: Key, epoch: int, samples: Samples, collated: bool = True) -> None:
+        """Request a batch, or a list of samples, for a later `take`. Does not wait. Repeating a request for the same
+        key has no effect."""
         if len(samples) == 0:
             raise ValueError(f"the request {key} has no samples")
         if not self._knows(key):
-            self._waiting[key] = _Order(key, Request(epoch, samples))
+            self._waiting[key] = _Order(key, Request(epoch, samples, collated))
         self._collect(0)
 
     def take(self, key: Key, timeout_s: float | None = None) -> Any:

@@ -31,6 +31,8 @@ _PARENT_IS_GONE = 0
 class Request:
     epoch: int
     samples: Samples
+    collated: bool = True
+    """False: the answer is a list of samples."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ def read(source: MapStyle, seed: int, request: Request) -> Any:
             doing = f"reading sample {sample}"
             seed_everything(sample_seed(seed, request.epoch, sample))
             parts.append(source.dataset[sample])
+        if not request.collated:
+            return parts
         doing = f"making a batch of {listed(request.samples)}"
         return source.collate(parts)
     except BaseException as error:  # a SystemExit, too, is reported and not obeyed

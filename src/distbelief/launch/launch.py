@@ -160,7 +160,7 @@ class Launch:
             "takes_hosts": self.takes_hosts and self.strategy.transport != "shm",
             "on_accelerators": self.on_accelerators,
             "transport": self.usable_transport,
-            "exact": self.strategy.exact,
+            "exact": self.strategy.exact and not options.impure,
             "gather_timeout_s": LOADING_S,
             "balance": options.balance and self.strategy.balances,
         }

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from distbelief.checkpoint.parts import Slice
     from distbelief.control.credentials import Credential
     from distbelief.control.messages import ServerMap, WorkerFinished
+    from distbelief.strategies.purity.rules.findings import Checked
     from distbelief.transport.exchange import Group
     from distbelief.transport.membership import Membership
     from distbelief.transport.shm.segment import Segment, SegmentClient
@@ -265,6 +266,10 @@ class Prepared(Protocol):
         """The facts that must be equal on all members for equal bits."""
 
     def canary(self, fetch: Fetch) -> str: ...
+
+    def checked_canary(self, fetch: Fetch) -> Checked:
+        """The canary, and why its shard does not always have the same result (strategies/purity). For exact
+        strategies; `fetch` returns a batch of its own at each call."""
 
     def groups(self, mine: Range) -> list[list[Range]]:
         """The shards that a member with this range fetches, as groups of ranges. The member computes all steps that are

@@ -16,8 +16,11 @@ from distbelief.data.rules.order import positions_to_samples
 from distbelief.data.sources import InMemory, MapStyle
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
+from distbelief.strategies.purity.rules.findings import Impurity
+from distbelief.strategies.purity.samples import which_differs
 
 AHEAD = 2  # steps that are read ahead
+_ALONE = -1  # instead of a step: a sample that is read by itself
 TOGETHER = 4096  # positions permuted per call; a call has a fixed cost, that of some hundred positions
 
 
@@ -121,6 +124,23 @@ class Feed:
                     self._ask(later, *unit)
         self._asked.discard((step, first))
         return self._readers.take((step, first)), high - low
+
+    def is_read(self) -> bool:
+        """Whether reader processes run a data set's code; tensors in memory are always the same."""
+        return self._readers is not None
+
+    def what_differs(self, step: int, first: int, end: int) -> Impurity:
+        """Two readings of this batch differed: why."""
+        assert self._readers is not None
+        assert isinstance(self._source, MapStyle)
+        readers = self._readers
+        epoch, samples = self.samples(step, first, end)
+
+        def read_alone(sample: int) -> Any:
+            readers.request((_ALONE, sample), epoch, np.array([sample]), collated=False)
+            return readers.take((_ALONE, sample))
+
+        return which_differs(self._source, samples, read_alone)
 
     def _ask(self, step: int, first: int, end: int) -> None:
         if (step, first) in self._asked:

@@ -7,7 +7,8 @@ import math
 import pickle
 import platform
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies import plugin, require
-from distbelief.strategies.base import Prepared, ServerJob, Strategy
+from distbelief.strategies.base import Fetch, Prepared, ServerJob, Strategy
 from distbelief.strategies.flatmodel.namedtensors import tied, transient
+from distbelief.strategies.purity.rules.findings import Checked, notice, refusal
+from distbelief.strategies.purity.samples import CANARY, HeldBatch
 from distbelief.transport.shm.memfd import require_memory
 from distbelief.transport.shm.segment import SegmentClient
 from distbelief.version import __version__
@@ -53,6 +56,8 @@ class Loaded:
     canary: Canary
     device: torch.device
     """The device that computes the shards."""
+    notices: Sequence[str] = ()
+    """What the user is told when the run starts."""
 
     @property
     def state_device(self) -> torch.device:
@@ -111,7 +116,8 @@ def _job(spec: WorkerSpec, segments: SegmentClient | None) -> Job:
     return job
 
 
-def load(spec: WorkerSpec, segments: SegmentClient | None) -> Loaded:
+def load(spec: WorkerSpec, segments: SegmentClient | None, checks: bool = True) -> Loaded:
+    """`checks`: whether an exact strategy's shards are checked to be pure functions (docs/purity.md)."""
     job = _job(spec, segments)
     strategy = require(spec.options.strategy, spec.plugin, spec.host)
     kind = named_device(spec.options.device)
@@ -134,11 +140,27 @@ def load(spec: WorkerSpec, segments: SegmentClient | None) -> Loaded:
     _require_memory(prepared, device)
     has = plugin(spec.options.strategy)  # members with different versions of a plug-in may not run together
     facts = {**prepared.facts(), **describe(device), **({"plug-in": has} if has else {})}
-    canary = Canary(prepared.canary(watch.fetch), facts)
+    checked = checked_canary(strategy, prepared, feed, watch.fetch) if checks else Checked(prepared.canary(watch.fetch))
+    if checked.impurities and not spec.options.impure:
+        message, hint = refusal(checked.impurities)
+        raise JobError(message, hint=hint)
+    canary = Canary(checked.canary, facts)
     if evaluator and not next(prepared.model.parameters()).is_meta:
         evaluator.rehearse(prepared.model)
     watch.data_s, watch.shards, watch.step, watch.shard = 0.0, 0, -1, -1  # do not count the canary
-    return Loaded(job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary, device)
+    notices = [notice(checked.impurities)] if checked.impurities else []
+    return Loaded(job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary, device, notices)
+
+
+def checked_canary(strategy: Strategy, prepared: Prepared, feed: Feed, fetch: Fetch) -> Checked:
+    """The canary; of exact strategies also the reasons why a shard's result is not always the same."""
+    if not strategy.exact:
+        return Checked(prepared.canary(fetch))
+    if not feed.is_read():
+        return prepared.checked_canary(fetch)
+    held = HeldBatch(fetch)
+    checked = prepared.checked_canary(held)
+    return checked if held.is_same else replace(checked, impurities=[feed.what_differs(*CANARY), *checked.impurities])
 
 
 def _require_memory(prepared: Prepared, device: torch.device) -> None:

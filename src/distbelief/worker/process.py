@@ -107,7 +107,11 @@ def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: 
         link.send(WorkerJoined(spec.worker, spec.host, os.getpid()))
         if loaded is not None:
             gc.freeze()  # the loaded job stays: later collections skip it
-            link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary, identity(loaded.state_device)))
+            link.send(
+                WorkerReady(
+                    spec.worker, loaded.facts(), loaded.canary, identity(loaded.state_device), list(loaded.notices)
+                )
+            )
             try:
                 saver = Saver(spec.saves, spec.worker, link.send) if spec.saves else None
                 _connect(spec, loaded, link)

@@ -75,6 +75,7 @@ def ready(state: State, event: m.WorkerReady, now: float) -> Result:
         reason = f"worker {event.worker} was the first to be ready; all others must match it"
         facts = {"job": msgspec.to_builtins(event.job), "canary": msgspec.to_builtins(event.canary)}
         outputs.append(record(state, now, "reference", reason, worker=event.worker, **facts))
+        outputs += [say(text, now) for text in event.notices]
         state = replace(state, reference=event)
     else:
         run = state.reference

@@ -37,6 +37,7 @@ from distbelief.strategies.mesh.state.memberstate import Forms, MemberState, Par
 from distbelief.strategies.mesh.state.restore import restore_state
 from distbelief.strategies.mesh.state.snapshots import Snapshots
 from distbelief.strategies.mesh.strategy import Meshed
+from distbelief.strategies.purity.rules.findings import Checked
 from distbelief.strategies.rules.degrees import Degrees
 from distbelief.strategies.tables.embedding import settle
 from distbelief.transport.gloo.group import TorchGroup
@@ -119,6 +120,10 @@ class PreparedMesh:
     def canary(self, fetch: Fetch) -> str:
         """Empty: members add in different orders, so their bits differ anyway."""
         return ""
+
+    def checked_canary(self, fetch: Fetch) -> Checked:
+        """Nothing is checked: no worker has a model to compute with before it has a seat."""
+        return Checked(self.canary(fetch))
 
     def groups(self, mine: Range) -> list[list[Range]]:
         return [[(shard, shard + 1) for shard in range(*mine)]]
