@@ -28,7 +28,8 @@ from distbelief.strategies import plugin, require
 from distbelief.strategies.base import Fetch, Prepared, ServerJob, Strategy
 from distbelief.strategies.flatmodel.namedtensors import tied, transient
 from distbelief.strategies.purity.rules.findings import Checked, notice, refusal
-from distbelief.strategies.purity.samples import CANARY, HeldBatch
+from distbelief.strategies.purity.samples import HeldBatch
+from distbelief.strategies.purity.shards import CANARY
 from distbelief.transport.shm.memfd import require_memory
 from distbelief.transport.shm.segment import SegmentClient
 from distbelief.version import __version__
@@ -142,8 +143,8 @@ def load(spec: WorkerSpec, segments: SegmentClient | None, checks: bool = True) 
     facts = {**prepared.facts(), **describe(device), **({"plug-in": has} if has else {})}
     checked = checked_canary(strategy, prepared, feed, watch.fetch) if checks else Checked(prepared.canary(watch.fetch))
     if checked.impurities and not spec.options.impure:
-        message, hint = refusal(checked.impurities)
-        raise JobError(message, hint=hint)
+        message, hint, details = refusal(checked.impurities)
+        raise JobError(message, hint=hint, details=details)
     canary = Canary(checked.canary, facts)
     if evaluator and not next(prepared.model.parameters()).is_meta:
         evaluator.rehearse(prepared.model)

@@ -1,4 +1,6 @@
-"""A job whose teacher is a frozen parameter that forward moves, or a buffer; its samples may have noise of their own."""
+"""A job whose teacher is a frozen parameter that forward moves, and whose samples have a generator of their own.
+
+With pure=true the teacher is a buffer, and the samples draw from numpy's global generator."""
 
 import numpy as np
 import torch

@@ -71,6 +71,12 @@ def test_batches_come_by_key_in_any_order() -> None:
     assert r.pids == []
 
 
+def test_samples_come_without_the_collate_if_they_are_asked_for_so() -> None:
+    with readers(lambda sample: sample * 2, collate=lambda parts: 1 / 0) as r:
+        r.request((0, 0), 0, samples(3, 4), collated=False)
+        assert r.take((0, 0)) == [6, 8]
+
+
 def test_requests_are_not_read_twice_and_unknown_ones_are_refused(tmp_path: pathlib.Path) -> None:
     def read(sample: int) -> int:
         (tmp_path / f"{time.monotonic_ns()}").touch()

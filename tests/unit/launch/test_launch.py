@@ -198,6 +198,10 @@ def test_the_coordinator_understands_what_it_is_told_of_the_run(tmp_path: Path) 
     assert not msgspec.convert(plain(tmp_path, save_every="never").run_config(), RunConfig).saves
 
 
+def test_an_impure_run_is_not_exact(tmp_path: Path) -> None:
+    assert [plain(tmp_path, impure=impure).run_config()["exact"] for impure in (False, True)] == [True, False]
+
+
 def test_where_others_can_come_memory_is_not_shared_unless_that_is_asked_for(tmp_path: Path) -> None:
     assert plain(tmp_path).placed(listen="tcp://0.0.0.0:*").usable_transport == "gloo"
     assert (

@@ -35,8 +35,7 @@ from distbelief.strategies.flatmodel.namedtensors import frozen, set_frozen
 from distbelief.strategies.flatmodel.rules.stepwork import slots_needed
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
 from distbelief.strategies.purity.rules.findings import Checked
-from distbelief.strategies.purity.samples import CANARY
-from distbelief.strategies.purity.shards import check_purity
+from distbelief.strategies.purity.shards import CANARY, check_purity
 from distbelief.strategies.tables.embedding import EmbeddingTable
 from distbelief.transport.abort import Abort
 from distbelief.transport.device.accelerator import Accelerator

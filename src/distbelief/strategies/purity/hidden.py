@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 import sysconfig
+import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,6 @@ import torch
 from torch import nn
 
 from distbelief.strategies.purity.rules.findings import Hidden, Kind
-from distbelief.strategies.purity.samples import checksum
 
 SMALL_BYTES = 1 << 20
 """Larger tensors and arrays outside of the model are neither copied nor compared by their bytes."""
@@ -39,7 +39,18 @@ _FOREIGN = (
     str(Path(__file__).parents[2]),
 )
 """Where code lies that is not the job's."""
-_FOREIGN_TYPES = ("builtins", "torch", "numpy", "collections", "functools", "threading", "_thread", "weakref", "io", "random")
+_FOREIGN_TYPES = (
+    "builtins",
+    "torch",
+    "numpy",
+    "collections",
+    "functools",
+    "threading",
+    "_thread",
+    "weakref",
+    "io",
+    "random",
+)
 
 
 class _Absent:
@@ -96,7 +107,7 @@ def changes(before: Snapshot, after: Snapshot) -> list[tuple[Place, Hidden]]:
         place = then or Place(shown.name, shown.owner, shown.in_loss, Kept(None, lambda: ABSENT), shown.put)
         kind = then.kept.kind if then and shown.kept.kind == "value" else shown.kept.kind
         found.append((place, Hidden(shown.name, shown.owner, kind, shown.in_loss)))
-    order: list[Kind] = ["generator", "late buffer", "value", "tensor"]
+    order: list[Kind] = ["generator", "late buffer", "value", "other module", "tensor"]
     return sorted(found, key=lambda one: order.index(one[1].kind))
 
 
@@ -126,7 +137,8 @@ class _Walk:
                     what = f"a buffer or parameter of {label}, which is no part of the model"
                     for key, tensor in registered.items():
                         put = partial(_set_key, registered, key)
-                        self._place(f"{path}.{key}", what, in_loss, self._keep(tensor), put)
+                        kept = replace(self._keep(tensor), kind="other module")
+                        self._place(f"{path}.{key}", what, in_loss, kept, put)
                 continue
             for key, tensor in module._buffers.items():
                 full = ".".join(filter(None, (path, key)))
@@ -223,6 +235,9 @@ class _Walk:
             self._object(value, name, in_loss, depth + 1)
         else:
             self._place(name, owner, in_loss, self._keep(value), put)
+            for key, one in _elements(value):
+                if isinstance(one, nn.Module):  # perhaps hidden there from the model's parameters
+                    self._object(one, f"{name}[{key!r}]", in_loss, depth + 1)
 
     def _place(self, name: str, owner: str, in_loss: bool, kept: Kept, put: Callable[[Any], None]) -> None:
         if len(self.found) < MOST_VALUES:
@@ -367,6 +382,12 @@ def _is_ordinary(value: Any) -> bool:
     )
 
 
+def _elements(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, list | tuple | dict) and len(value) <= MOST_ELEMENTS:
+        return value.items() if isinstance(value, dict) else enumerate(value)
+    return ()
+
+
 def _names(code: CodeType) -> Iterator[str]:
     """The global names that a function uses, and those of the functions inside it."""
     yield from code.co_names
@@ -396,3 +417,39 @@ def _set_cell(cell: CellType, value: Any) -> None:
 
 def _nowhere(value: Any) -> None:
     """A value that can only be restored in place."""
+
+
+# --- the bytes of values ---------------------------------------------------------------------------------------------
+
+
+def content(value: Any, depth: int = 8) -> Any:
+    """A value that is equal for two batches with the same bytes. What it does not know counts as equal.
+
+    >>> content({"x": torch.zeros(2), "n": 3}) == content({"x": torch.zeros(2), "n": 3})
+    True
+    >>> content([torch.zeros(2)]) == content([-torch.zeros(2)])   # by bytes
+    False
+    """
+    if isinstance(value, torch.Tensor):
+        return "tensor", str(value.dtype), tuple(value.shape), checksum(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        bits = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        return "array", str(value.dtype), value.shape, zlib.crc32(bits.data)
+    if isinstance(value, int | float | complex | str | bytes | bytearray | np.generic) or value is None:
+        return type(value).__name__, repr(value)
+    if depth and isinstance(value, dict):
+        return "dict", tuple((str(key), content(one, depth - 1)) for key, one in value.items())
+    if depth and isinstance(value, Sequence):
+        return type(value).__name__, tuple(content(one, depth - 1) for one in value)
+    if depth and hasattr(value, "__dict__"):
+        return type(value).__name__, content(vars(value), depth - 1)
+    return type(value).__name__
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A checksum of a tensor's bytes."""
+    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return 0
+    plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    flat = plain.cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)

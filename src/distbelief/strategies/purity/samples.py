@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from distbelief.data.reading import listed
 from distbelief.data.sources import MapStyle, Samples
 from distbelief.strategies.base import Fetch
+from distbelief.strategies.purity.hidden import content
 from distbelief.strategies.purity.rules.findings import Impurity, batch_differs, sample_differs
-
-CANARY = (0, 0, 1)
-"""Step, first shard, end shard: what the canary computes."""
+from distbelief.strategies.purity.shards import CANARY
 
 
 class HeldBatch:
@@ -49,36 +46,3 @@ def _innermost(dataset: Any, sample: int) -> tuple[str, int]:
     while isinstance(dataset, torch.utils.data.Subset):
         dataset, sample = dataset.dataset, int(dataset.indices[sample])
     return type(dataset).__name__, sample
-
-
-def content(value: Any, depth: int = 8) -> Any:
-    """A value that is equal for two batches with the same bytes. What it does not know counts as equal.
-
-    >>> content({"x": torch.zeros(2), "n": 3}) == content({"x": torch.zeros(2), "n": 3})
-    True
-    >>> content([torch.zeros(2)]) == content([-torch.zeros(2)])   # by bytes
-    False
-    """
-    if isinstance(value, torch.Tensor):
-        return "tensor", str(value.dtype), tuple(value.shape), checksum(value)
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        bits = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        return "array", str(value.dtype), value.shape, zlib.crc32(bits.data)
-    if isinstance(value, int | float | complex | str | bytes | bytearray | np.generic) or value is None:
-        return type(value).__name__, repr(value)
-    if depth and isinstance(value, dict):
-        return "dict", tuple((str(key), content(one, depth - 1)) for key, one in value.items())
-    if depth and isinstance(value, Sequence):
-        return type(value).__name__, tuple(content(one, depth - 1) for one in value)
-    if depth and hasattr(value, "__dict__"):
-        return type(value).__name__, content(vars(value), depth - 1)
-    return type(value).__name__
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """A checksum of a tensor's bytes."""
-    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
-        return 0
-    plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    flat = plain.cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data)

@@ -21,10 +21,11 @@ from torch import nn
 from distbelief.shards import shard_seed
 from distbelief.strategies.base import Fetch
 from distbelief.strategies.flatmodel.compute import Rehearsal, ShardComputer
-from distbelief.strategies.purity.hidden import Place, changes, snapshot
+from distbelief.strategies.purity.hidden import Place, changes, checksum, snapshot
 from distbelief.strategies.purity.rules.findings import Checked, Hidden, Impurity, Written, hidden, unexplained, written
-from distbelief.strategies.purity.samples import CANARY, checksum
 
+CANARY = (0, 0, 1)
+"""Step, first shard, end shard of A: what the canary computes."""
 COMPANY = (1, 0, 1)
 """Step, first shard, end shard of B. A batch of another step has other samples even if a step has one shard."""
 MOST_EXPERIMENTS = 12
@@ -39,7 +40,7 @@ Mark = tuple[int, int, int]
 def check_purity(computer: ShardComputer, rehearse: Rehearse, fetch: Fetch) -> Checked:
     """`rehearse(batch, samples)`: compute the canary's shard. Before training; the model keeps its values."""
     check = _Check(computer, rehearse, fetch)
-    return Checked(check.first.fingerprint(), check.impurities())
+    return Checked(check.fingerprint, check.impurities())
 
 
 class _Check:
@@ -51,8 +52,10 @@ class _Check:
         self._hidden = self._snapshot()
         self._marks = {name: _mark(one) for name, one in computer.model.named_parameters()}
         self._bytes = {name: checksum(one) for name, one in computer.model.named_parameters()}
-        self.first = rehearse(*fetch(*CANARY))
-        self._outcome = _outcome(self.first)
+        first = rehearse(*fetch(*CANARY))
+        self.fingerprint = first.fingerprint()
+        self._outcome = _outcome(first)
+        self._touched = first.result.touched
 
     def impurities(self) -> list[Impurity]:
         names = self._marked()
@@ -101,7 +104,7 @@ class _Check:
         limit = layer.max_norm if isinstance(layer, nn.Embedding | nn.EmbeddingBag) else None
         entries = self._computer.layout.entries
         place = next((i for i, one in enumerate(entries) if one.name == name), None)
-        learns = place is not None and bool(self.first.result.touched[place])
+        learns = place is not None and bool(self._touched[place])
         return Written(name, learns, limit, name not in self._marks)
 
     # --- hidden state --------------------------------------------------------------------------------------------

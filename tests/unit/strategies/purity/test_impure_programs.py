@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, Subset
 
 from tests.support.purity import X, Y, check, job_of
 
+
 class Net(nn.Module):
     """A model of which each program changes something."""
 
@@ -109,6 +110,21 @@ class LateBuffer(Net):
         return self.leave(hidden - self.mean)
 
 
+class HiddenTeacher(Net):
+    """A list hides the teacher from the model's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = [nn.Linear(6, 2, bias=False)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        with torch.no_grad():
+            self.teacher[0].weight.add_(self.enter.weight[:2], alpha=0.1)
+            wanted = self.teacher[0](x)
+        return out + 0.1 * (wanted - out).pow(2)
+
+
 class History:
     def __init__(self) -> None:
         self.mean = 0.0
@@ -178,28 +194,65 @@ def sometimes_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 HIDDEN = {
     "a counter": (job_of(Annealed), "`calls` (a Python attribute of Annealed)", "keep `calls` as a buffer"),
-    "a counter of a part": (job_of(Nested), "`encoder.calls` (a Python attribute of Annealed)", "a counter then counts"),
-    "torch's generator": (job_of(lambda: Noisy("torch")), "`draws` (a Python attribute of Noisy) draws", "draw without"),
-    "numpy's generator": (job_of(lambda: Noisy("numpy")), "`draws` (a Python attribute of Noisy) draws", "draw without"),
+    "a counter of a part": (
+        job_of(Nested),
+        "`encoder.calls` (a Python attribute of Annealed)",
+        "a counter then counts",
+    ),
+    "torch's generator": (
+        job_of(lambda: Noisy("torch")),
+        "`draws` (a Python attribute of Noisy) draws",
+        "draw without",
+    ),
+    "numpy's generator": (
+        job_of(lambda: Noisy("numpy")),
+        "`draws` (a Python attribute of Noisy) draws",
+        "draw without",
+    ),
     "numpy's old one": (job_of(lambda: Noisy("legacy")), "`draws` (a Python attribute of Noisy) draws", "draw without"),
-    "Python's generator": (job_of(lambda: Noisy("python")), "`draws` (a Python attribute of Noisy) draws", "draw without"),
+    "Python's generator": (
+        job_of(lambda: Noisy("python")),
+        "`draws` (a Python attribute of Noisy) draws",
+        "draw without",
+    ),
     "a period of two": (job_of(Alternating), "`turn` (a Python attribute of Alternating)", "keep `turn` as a buffer"),
-    "a carried state": (job_of(Recurrent), "`state` (a Python attribute of Recurrent)", "must begin anew in each batch"),
-    "a late buffer": (job_of(LateBuffer), "`mean` (a buffer of LateBuffer)", "register `mean` in the module's __init__"),
+    "a carried state": (
+        job_of(Recurrent),
+        "`state` (a Python attribute of Recurrent)",
+        "must begin anew in each batch",
+    ),
+    "a late buffer": (
+        job_of(LateBuffer),
+        "`mean` (a buffer of LateBuffer)",
+        "register `mean` in the module's __init__",
+    ),
+    "a hidden teacher": (
+        job_of(HiddenTeacher),
+        "`teacher[0].weight` (a buffer or parameter of Linear, which is no part of the model)",
+        "make `teacher[0].weight` a buffer of the model",
+    ),
     "a loss with a mean": (
-        job_of(Net, loss=RunningLoss()), "`loss.history.mean` (an attribute of History)", "function of output and target"
+        job_of(Net, loss=RunningLoss()),
+        "`loss.history.mean` (an attribute of History)",
+        "function of output and target",
     ),
     "a loss with a buffer": (
-        job_of(Net, loss=CenterLoss()), "`loss.center` (a buffer or parameter of CenterLoss", "a buffer of the model"
+        job_of(Net, loss=CenterLoss()),
+        "`loss.center` (a buffer or parameter of CenterLoss",
+        "a buffer of the model",
     ),
     "a loss with a closure": (
-        job_of(Net, loss=closure_loss()), "`smoothed` (a variable around the function loss)", "a buffer of the model"
+        job_of(Net, loss=closure_loss()),
+        "`smoothed` (a variable around the function loss)",
+        "a buffer of the model",
     ),
     "a loss with a global": (
-        job_of(Net, loss=global_loss), "`TEMPERATURE` (a global variable of test_impure_programs.py)", "buffer of the model"
+        job_of(Net, loss=global_loss),
+        "`TEMPERATURE` (a global variable of test_impure_programs.py)",
+        "buffer of the model",
     ),
     "a hook": (job_of(noisy_hook), "`number` (a variable around the function scale)", "keep `number` as a buffer"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HIDDEN)
@@ -294,19 +347,38 @@ class Grown(Net):
 
 WORDS = (torch.arange(64) % 10, Y)
 WRITTEN = {
-    "a teacher": (job_of(lambda: Teacher(in_place)), "`teacher.0.weight` and `teacher.0.bias` are", "make them buffers"),
+    "a teacher": (
+        job_of(lambda: Teacher(in_place)),
+        "`teacher.0.weight` and `teacher.0.bias` are",
+        "make them buffers",
+    ),
     "through .data": (job_of(lambda: Teacher(through_data)), "`teacher.0.weight` and `teacher.0.bias` are", "buffers"),
     "assigned": (job_of(lambda: Teacher(by_assignment)), "`teacher.0.weight` and `teacher.0.bias` are", "buffers"),
     "not frozen": (job_of(lambda: Teacher(in_place, True)), "`teacher.0.weight` and `teacher.0.bias` are", "buffers"),
     "AveragedModel": (job_of(Averaging), "`average.module.weight` and `average.module.bias` are", "make them buffers"),
     "a clamp": (job_of(lambda: Clamped(0.1, False)), "`enter.weight` is written in forward", "`Job.after_update`"),
-    "a clamp of .data": (job_of(lambda: Clamped(0.1, True)), "`enter.weight` is written in forward", "`Job.after_update`"),
+    "a clamp of .data": (
+        job_of(lambda: Clamped(0.1, True)),
+        "`enter.weight` is written in forward",
+        "`Job.after_update`",
+    ),
     "a clamp that does nothing yet": (job_of(lambda: Clamped(9.0, False)), "`enter.weight` is written", "after_update"),
-    "max_norm": (job_of(lambda: Words(max_norm=1.0), data=WORDS), "`embedding.weight` is written in forward: its layer "
-                 "has max_norm=1,", "leave max_norm out, and limit the rows in `Job.after_update`"),
-    "max_norm that is not reached yet": (job_of(lambda: Words(max_norm=99.0), data=WORDS), "`embedding.weight` is", "max"),
-    "a parameter made in forward": (job_of(Grown), "`scale` is made in forward, and would never be trained", "__init__"),
-}  # fmt: skip
+    "max_norm": (
+        job_of(lambda: Words(max_norm=1.0), data=WORDS),
+        "`embedding.weight` is written in forward: its layer has max_norm=1,",
+        "leave max_norm out, and limit the rows in `Job.after_update`",
+    ),
+    "max_norm that is not reached yet": (
+        job_of(lambda: Words(max_norm=99.0), data=WORDS),
+        "`embedding.weight` is",
+        "max",
+    ),
+    "a parameter made in forward": (
+        job_of(Grown),
+        "`scale` is made in forward, and would never be trained",
+        "__init__",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", WRITTEN)

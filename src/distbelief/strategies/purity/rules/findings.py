@@ -5,15 +5,16 @@ Takes the names of what was seen to change, and returns sentences. It knows neit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-ALLOWED = "--impure trains nevertheless; docs/purity.md explains what a job's code may do"
+RULES = "docs/purity.md says what a job's code may do; --impure trains nevertheless"
 MOST_NAMED = 3
 MOST_TOLD = 4
 
-Kind = Literal["value", "tensor", "generator", "late buffer"]
+Kind = Literal["value", "tensor", "generator", "late buffer", "other module"]
+"""`late buffer`: of the model, but made in forward; `other module`: a buffer or parameter outside of the model."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ def _way_out(one: Hidden) -> str:
             f"the loss must be a function of output and target: keep `{one.name}` as a buffer of the model "
             "(`register_buffer`), and let the model return what the loss needs"
         )
+    if one.kind == "other module":
+        return f"make `{one.name}` a buffer of the model (`register_buffer`), which is restored before each shard"
     if one.kind == "tensor":
         return (
             f"keep `{one.name}` as a buffer (`register_buffer`) if it is a statistic (a buffer becomes its average "
@@ -190,22 +193,18 @@ def batch_differs(kind: str, samples: str, has_collate: bool) -> Impurity:
 # --- what the user reads ---------------------------------------------------------------------------------------------
 
 
-def refusal(found: Sequence[Impurity]) -> tuple[str, str]:
-    """(message, hint) of the error that ends the run."""
-    message = f"the result would depend on the cluster: {_joined(one.what for one in found)}"
-    ways = dict.fromkeys(one.way_out for one in found)
-    return message, "; ".join([*ways, ALLOWED])
+def refusal(found: Sequence[Impurity]) -> tuple[str, str, str]:
+    """(message, hint, details) of the error that ends the run. With several reasons the details list all of them."""
+    first = found[0]
+    message = f"the result would depend on the cluster: {first.what}"
+    if len(found) == 1:
+        return message, f"{first.way_out}; {RULES}", ""
+    return f"{message} (and {len(found) - 1} more)", RULES, "\n".join(f"{one.what}: {one.way_out}" for one in found)
 
 
 def notice(found: Sequence[Impurity]) -> str:
     """For `--impure`."""
-    return f"the result depends on the cluster (--impure): {_joined(one.what for one in found)}"
-
-
-def _joined(told: Iterable[str]) -> str:
-    told = list(told)
-    rest = f"; and {len(told) - MOST_TOLD} more" if len(told) > MOST_TOLD else ""
-    return "; ".join(told[:MOST_TOLD]) + rest
+    return f"the result depends on the cluster (--impure): {'; '.join(one.what for one in found)}"
 
 
 def _is(names: Sequence[str]) -> str:
