@@ -198,7 +198,9 @@ class WorkerExited(Struct, frozen=True, tag=True):
 
     worker: int
     status: int
-    """As in subprocess: an exit code, or minus the signal's number."""
+    """As in subprocess: an exit code, or minus the signal's number; or STATUS_NOT_STARTED."""
+    reason: str = ""
+    """Why it could not be started."""
 
 
 class StepTakenOver(Struct, frozen=True, tag=True):
@@ -409,6 +411,7 @@ class ServerExited(Struct, frozen=True, tag=True):
 
     server: int
     status: int
+    reason: str = ""
 
 
 Event = (
