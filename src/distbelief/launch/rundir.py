@@ -106,6 +106,6 @@ def _explain(failure: dict[str, Any], reason: str, run_dir: Path) -> DistBeliefE
         return JobError(message, hint=hint, details=details)
     if failure.get("kind") in ("job", "user", "data", "internal", "memory") and failure["worker"] >= 0:
         message = f"worker {failure['worker']} on {failure['host']}: {message}"
-        if failure["step"] >= 0:
+        if failure["step"] >= 0 and failure["shard"] >= 0:
             message += f" (step {failure['step']}, shard {failure['shard']})"
     return RunFailed(message, hint=hint, details=details)

@@ -9,7 +9,7 @@ import torch
 
 from distbelief.control.messages import WorkerFailed
 from distbelief.data.readers import ReaderError
-from distbelief.errors import DistBeliefError, JobError, NonFiniteLoss, NotEnoughMemory
+from distbelief.errors import DistBeliefError, JobError, NonFiniteLoss, NotEnoughMemory, StepCodeError
 from distbelief.strategies import parse
 from distbelief.worker.spec import WorkerSpec
 
@@ -21,6 +21,7 @@ def describe_failure(spec: WorkerSpec, error: BaseException, step: int, shard: i
         (NotEnoughMemory, "memory"),
         (torch.OutOfMemoryError, "memory"),
         (JobError, "job"),
+        (StepCodeError, "user"),
         (DistBeliefError, "internal"),
     ]
     kind = next((name for cls, name in kinds if isinstance(error, cls)), "user")
@@ -34,6 +35,8 @@ def describe_failure(spec: WorkerSpec, error: BaseException, step: int, shard: i
         )
     if isinstance(error, NonFiniteLoss):
         step, shard = error.step, error.shard
+    if isinstance(error, StepCodeError):
+        step, shard = error.step, -1
     return WorkerFailed(spec.worker, spec.host, kind, message, hint, details, step, shard)
 
 

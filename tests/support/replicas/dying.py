@@ -45,6 +45,7 @@ POINTS = [
     "after it arrived",
     "when all have arrived",
     "with a tile torn",
+    "before a function of after_update",
     "with some tiles applied",
     "with all tiles applied",
     "after it applied",
@@ -284,6 +285,9 @@ def _arm(member: DataParallelReplica, group: Exchange, doom: Death, die: Callabl
             at(member, "_judge", before=True)
         case "with a tile torn":
             state.open = torn  # type: ignore[method-assign]
+        case "before a function of after_update":
+            for optimizer in member._updates._optimizers.values():
+                at(optimizer, "after_update", before=True)
         case "with some tiles applied":
             at(state, "close", before=False)
         case "with all tiles applied":

@@ -87,7 +87,7 @@ class DeviceReplica(DataParallelReplica):
             if clip < 1.0:
                 torch._foreach_mul_(of_parameters, clip)
         gradients = {tile: self.exchange.reduced(tile) for tile in self._tiles}
-        rate = self._job.schedule(step) if self._job.schedule else 1.0
+        rate = self._job.rate_factor(step)
         self._state.open_all(step)
         self._updates.apply(step, gradients, rate, untouched)
         for tile in self._buffer_tiles:

@@ -29,6 +29,7 @@ from distbelief.strategies.dataparallel.compressed import CompressedDeviceReplic
 from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.dataparallel.strategy import AllReduce
+from distbelief.strategies.flatmodel.afterupdate import parameter_functions
 from distbelief.strategies.flatmodel.compute import Rehearsal, ShardComputer, make_model
 from distbelief.strategies.flatmodel.layout import lay_out, trainable
 from distbelief.strategies.flatmodel.namedtensors import frozen, set_frozen
@@ -65,8 +66,9 @@ class PreparedModel(ABC):
         self._schedule = schedule
         self._device = device
         parameters = [p for _, p in trainable(self.model)]
-        self._recipe = Recipe(job.optimizer, parameters)
-        self._layout = lay_out(self.model, whole_parameters=not self._recipe.elementwise)
+        self._recipe = Recipe(job.optimizer, parameters, parameter_functions(job, self.model))
+        whole = self._recipe.functions
+        self._layout = lay_out(self.model, whole_parameters=not self._recipe.elementwise, whole=whole)
         self.model.to(device)
 
     def facts(self) -> dict[str, str]:

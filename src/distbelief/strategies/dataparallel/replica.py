@@ -343,7 +343,7 @@ class DataParallelReplica(TileCopies):
             factor = self._clip_factor(scale)
         elif self._updates.may_scale(scale):
             factor, within = 1.0, scale
-        rate = self._job.schedule(step) if self._job.schedule else 1.0
+        rate = self._job.rate_factor(step)
         for some in self._tiles_at_once:
             gradients = {tile: self._reduced(tile, factor) for tile in some if not self._state.has(tile, step)}
             for tile in gradients:

@@ -20,6 +20,7 @@ from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Loop, Replica, Seat, ServerLink, nothing_saved
+from distbelief.strategies.flatmodel.afterupdate import parameter_functions
 from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.mesh.cut.cutting import Blueprint, measure
@@ -92,7 +93,7 @@ class PreparedMesh:
         placeholders = [
             torch.nn.Parameter(torch.zeros(1, dtype=p.dtype).expand(p.shape)) for _, p in trainable(self.model)
         ]
-        self._recipe = Recipe(job.optimizer, placeholders)
+        self._recipe = Recipe(job.optimizer, placeholders, parameter_functions(job, self.model))
         self._state: MemberState | None = None
         self._snapshots = Snapshots(snapshots)
         self._compression = compression
