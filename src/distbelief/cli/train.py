@@ -33,7 +33,7 @@ HERE = "127.0.0.1"
 
 @with_run_options(
     *("strategy", "threads", "device", "min_workers", "balance", "stuck_after_s"),
-    *("save_every", "checkpoints", "keep_last", "keep_every", "keep_best", "begin_from"),
+    *("save_every", "checkpoints", "keep_last", "keep_every", "keep_best", "begin_from", "recheck"),
 )
 def train(
     ctx: typer.Context,

@@ -91,6 +91,12 @@ class Launch:
     def __post_init__(self) -> None:
         """Check what can be known before any process is started; only workers know the number of shards."""
         options = self.options
+        if options.recheck.strip().lower() not in ("auto", "never") and not self.strategy.rechecks:
+            raise JobError(
+                f"{options.strategy} cannot recheck: its members do not compute single shards whose gradients could be "
+                "compared",
+                hint="leave --recheck out, or train with allreduce",
+            )
         wish = self.strategy.wish
         if wish is None:
             return

@@ -41,6 +41,7 @@ from distbelief.control.messages import (
     WorkerLeft,
     WorkerReady,
 )
+from distbelief.options import NEVER, recheck_plan
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import DeathWatch
@@ -212,7 +213,11 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
     link.progress.waiting = lambda: exchange.waiting or start.reading
     try:
         workers = [member.worker for member in action.members]
-        seat = Seat(action.rank, action.ranges, loaded.steps, action.generation, action.degrees, workers)
+        seat = Seat(
+            action.rank, action.ranges, loaded.steps, action.generation, action.degrees, workers,
+            [member.host for member in action.members],
+            recheck_plan(spec.options.recheck) if loaded.strategy.rechecks else NEVER,
+        )  # fmt: skip
         try:
             replica = loaded.prepared.build(seat, exchange, loaded.watch.fetch, start)
         except Exception:

@@ -85,6 +85,10 @@ class AllReduce(Strategy):
         return not self.exact
 
     @property
+    def rechecks(self) -> bool:
+        return self.exact
+
+    @property
     def state_on_device(self) -> bool:
         return True
 
