@@ -41,6 +41,7 @@ from distbelief.strategies.flatmodel.rules.rechecks import (
 )
 from distbelief.transport.device.accelerator import memory_on
 from distbelief.transport.exchange import TRANSFER_BYTES
+from distbelief.transport.shm.memfd import free_memory_bytes, require_memory
 from distbelief.transport.shm.segment import Memory
 
 
@@ -80,10 +81,18 @@ class Recheck:
         self._others: dict[int, int] = {}
         self._disputed = -1
         self._parts: list[int] = []
+        self._missed: set[int] = set()
+        """Steps in which a member had no memory to check a shard."""
 
     @cached_property
-    def _spare(self) -> Memory:
-        """A slot for the shards that this member checks; allocated by the first recheck."""
+    def _spare(self) -> Memory | None:
+        """A slot for the shards that this member checks, which the first recheck allocates. None: there is no memory
+        for it, and this member checks none; if all shards are to be rechecked, that is an error."""
+        if self._device.type == "cpu":
+            if self._seat.recheck.whole:
+                require_memory("rechecks", self._layout.size_bytes)
+            elif self._layout.size_bytes > free_memory_bytes():
+                return None
         return memory_on(self._device, self._layout.size_bytes)
 
     @cached_property
@@ -123,6 +132,7 @@ class Recheck:
 
     def _check(self, step: int, shard: int) -> int:
         """The checksum of a shard that this member computes for a recheck."""
+        assert self._spare is not None
         others = self._compute(step, shard, self._spare)
         return _joined(self._checksum(shard, self._spare), zlib.crc32(others))
 
@@ -135,8 +145,11 @@ class Recheck:
         size, rank = len(self._seat.ranges), self._seat.rank
         shift = choose_shift(self._seed, step, self._shifts)
         pairs = {shard: (owner, (owner + shift) % size) for shard, owner in self._owners.items()}
-        checked = {shard: self._check(step, shard) for shard, (_, checker) in pairs.items() if checker == rank}
+        mine = [shard for shard, (_, checker) in pairs.items() if checker == rank]
+        checked = {shard: self._check(step, shard) for shard in mine if self._spare}
         found = self._exchange(_Found(self._owned(), checked))
+        if any(shard not in found[checker].checked for shard, (_, checker) in pairs.items()):
+            self._missed.add(step)
         settled: set[int] = set()
         notices = []
         while differing := [shard for shard, pair in pairs.items() if _differ(found, shard, pair)]:
@@ -147,7 +160,7 @@ class Recheck:
             verdict = judge_results(
                 Results(owner, (found[owner].owned[shard], again[owner].owned[shard])),
                 Results(checker, (found[checker].checked[shard], again[checker].checked[shard])),
-                None if third is None else Results(third, (again[third].third,)),
+                None if third is None or again[third].third < 0 else Results(third, (again[third].third,)),
                 self._hosts,
             )
             parts = zip(self._layout.entries, again[owner].owned_parts, again[checker].checked_parts, strict=True)
@@ -174,7 +187,7 @@ class Recheck:
         if rank == checker:
             checked[shard] = self._check(step, shard)
             mine.checked_parts = self._parts
-        if rank == third:
+        if rank == third and self._spare:
             mine.third = self._check(step, shard)
         self._disputed = -1
         mine.owned, mine.checked = self._owned(), checked
@@ -193,13 +206,15 @@ class Recheck:
     def _error(self, dispute: Dispute) -> GradientsDiffer:
         step, plan = dispute.step, self._seat.recheck
         before = last_recheck(self._seed, step, plan)
+        while before in self._missed:
+            before = last_recheck(self._seed, before, plan)
         message = f"{dispute.message()}. {last_good(step, plan, before)}"
         return GradientsDiffer(message, dispute.hint(), step, dispute.shard)
 
 
 def _differ(found: Sequence[_Found], shard: int, pair: tuple[int, int]) -> bool:
     owner, checker = pair
-    return found[owner].owned[shard] != found[checker].checked[shard]
+    return found[owner].owned[shard] != found[checker].checked.get(shard, found[owner].owned[shard])
 
 
 def checksum(memory: Memory, first_byte: int, size_bytes: int) -> int:
