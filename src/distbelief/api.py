@@ -48,6 +48,7 @@ def train(
     keep_best: str = "",
     begin_from: str | Path = "",
     impure: bool = False,
+    recheck: str | int = "auto",
     on: str = "local",
     profile: bool | str | tuple[int, int] = False,
     quiet: bool = False,
@@ -61,6 +62,7 @@ def train(
     Workers save a checkpoint every 500 steps (`save_every=500`) or every ten minutes (`"10m"`), and at the end, to
     `checkpoints`, a folder or URL; by default to the run directory. The run keeps the newest `keep_last` checkpoints,
     every checkpoint whose step is a multiple of `keep_every`, and the best one by a metric (`keep_best="accuracy"`).
+    `recheck`: how often another worker computes a shard again ("all", "never", or a number of steps).
     `begin_from`: weights to start with, of a run, a checkpoint or a safetensors file. `impure`: train although the
     purity check finds that the result will depend on the cluster (docs/purity.md). `on`: where to run, as in
     `distbelief train --on` ("ray"). `profile`: record where the time of some steps goes: True for ten steps after the
@@ -107,6 +109,7 @@ def train(
         begin_from=os.fspath(begin_from),
         impure=impure,
         profile=profile_text(profile),
+        recheck=str(recheck),
     )
     source = JobSource(sys_path=tuple(sys.path), pickled=_pickled(job))
     engines.check(on)

@@ -37,6 +37,15 @@ class NotEnoughMemory(DistBeliefError):
     """The shared segments do not fit into the memory that is free."""
 
 
+class GradientsDiffer(DistBeliefError):
+    """Two members computed different gradients for one shard. Raised on every member before the step is applied."""
+
+    def __init__(self, message: str, hint: str, step: int, shard: int) -> None:
+        super().__init__(message, hint=hint)
+        self.step = step
+        self.shard = shard
+
+
 class NonFiniteLoss(DistBeliefError):
     """The loss is NaN or infinite. Raised on every member before the step is applied."""
 

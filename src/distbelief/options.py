@@ -20,6 +20,8 @@ from distbelief.errors import DistBeliefError
 
 DEFAULT_STRATEGY = "allreduce"
 STUCK_AFTER_S = 300.0
+RECHECKED_EVERY = 128
+"""Steps between two rechecks, unless the user chooses. docs/recheck.md derives the number."""
 USUAL_STEPS = "auto"
 """Value of `profile`: some steps after the first ones."""
 
@@ -43,6 +45,16 @@ class SavePlan(msgspec.Struct, frozen=True):
     """Keep checkpoints whose step is a multiple of this; 0: none for this reason."""
     keep_best: tuple[str, bool] | None = None
     """A metric, and whether higher is better."""
+
+
+class RecheckPlan(msgspec.Struct, frozen=True):
+    """Which steps are rechecked: one in `every`; 0: none. `whole`: all shards of such a step, instead of a few."""
+
+    every: int = 0
+    whole: bool = False
+
+
+NEVER = RecheckPlan()
 
 
 class ProfilePlan(msgspec.Struct, frozen=True):
@@ -92,6 +104,26 @@ def best(text: str) -> tuple[str, bool] | None:
         )
     lower = order == "min" or (not order and any(word in name.lower() for word in ("loss", "error", "perplexity")))
     return name, not lower
+
+
+@lru_cache(maxsize=64)
+def recheck_plan(text: str) -> RecheckPlan:
+    """
+    >>> recheck_plan("auto"), recheck_plan("all"), recheck_plan("10")
+    (RecheckPlan(every=128, whole=False), RecheckPlan(every=1, whole=True), RecheckPlan(every=10, whole=False))
+    >>> recheck_plan("never")
+    RecheckPlan(every=0, whole=False)
+    """
+    wanted = text.strip().lower()
+    named = {"auto": RecheckPlan(RECHECKED_EVERY), "all": RecheckPlan(1, whole=True), "never": NEVER}
+    if wanted in named:
+        return named[wanted]
+    if wanted.isdecimal() and wanted.isascii() and int(wanted) > 0:
+        return RecheckPlan(int(wanted))
+    raise DistBeliefError(
+        f"{text!r} does not say how often to recheck",
+        hint="give `auto`, `all`, `never`, or a number N for one step in N",
+    )
 
 
 def profile_plan(text: str, is_sent: bool = False) -> ProfilePlan | None:
@@ -231,6 +263,15 @@ class RunOptions(msgspec.Struct, frozen=True):
         bool,
         Option("Train although the purity check finds that the result will depend on the cluster; say so once."),
     ] = False
+    recheck: Annotated[
+        str,
+        Option(
+            "How often another worker computes a shard again, to find machines that compute wrongly and code with "
+            "hidden state: all shards of every step, a few shards of one step in N, or never.",
+            metavar="auto|all|never|N",
+            check=recheck_plan,
+        ),
+    ] = "auto"
     most_steps: Annotated[int, Option("End the run after this many steps; 0: as many as the job has.", least=0)] = 0
 
     def __post_init__(self) -> None:

@@ -110,6 +110,8 @@ def test_another_order_is_an_error(text: str) -> None:
         ({"shares": (1.0, float("inf"))}, "every share must be a finite number above 0"),
         ({"save_every": "often"}, "'often' does not say how often to save"),
         ({"keep_best": ":min"}, "':min' does not say what the best checkpoint is"),
+        ({"recheck": "often"}, "'often' does not say how often to recheck"),
+        ({"recheck": "0"}, "'0' does not say how often to recheck"),
         ({"profile": "20:10"}, "'20:10' does not say which steps to profile"),
     ],
 )

@@ -32,7 +32,7 @@ HERE = "127.0.0.1"
 
 
 @with_run_options(
-    *("strategy", "threads", "device", "min_workers", "balance", "stuck_after_s", "impure"),
+    *("strategy", "threads", "device", "min_workers", "balance", "stuck_after_s", "impure", "recheck"),
     *("save_every", "checkpoints", "keep_last", "keep_every", "keep_best", "begin_from"),
 )
 def train(

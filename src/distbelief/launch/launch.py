@@ -91,6 +91,18 @@ class Launch:
     def __post_init__(self) -> None:
         """Check what can be known before any process is started; only workers know the number of shards."""
         options = self.options
+        wants_recheck = options.recheck.strip().lower() not in ("auto", "never")
+        if wants_recheck and options.impure:
+            raise JobError(
+                "the gradients of an impure job differ whenever they are computed again: --recheck would end the run",
+                hint="leave out --recheck or --impure",
+            )
+        if wants_recheck and not self.strategy.rechecks:
+            raise JobError(
+                f"{options.strategy} cannot recheck: its members do not compute single shards whose gradients could be "
+                "compared",
+                hint="leave --recheck out, or train with allreduce",
+            )
         wish = self.strategy.wish
         if wish is None:
             return

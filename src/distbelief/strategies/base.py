@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from distbelief.instrument import Instrument
 from distbelief.job import Job
+from distbelief.options import NEVER, RecheckPlan
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.rules.degrees import Wish
 
@@ -173,6 +174,10 @@ class Seat:
     """The degrees of the members' mesh, if the strategy divides the model."""
     workers: Sequence[int] = ()
     """Each member's worker number, by rank."""
+    hosts: Sequence[str] = ()
+    """Each member's host, by rank."""
+    recheck: RecheckPlan = NEVER
+    """Which steps the members recheck; default: none."""
 
     @property
     def worker(self) -> int:
@@ -505,6 +510,11 @@ class Strategy(ABC):
     @property
     def fuses_shards(self) -> bool:
         """Whether a member computes its shards of a step together, as one batch."""
+        return False
+
+    @property
+    def rechecks(self) -> bool:
+        """Whether a member can compute another member's shard again and compare the gradients, before the commit."""
         return False
 
     @property

@@ -38,6 +38,8 @@ class Feed:
         self._stride = 1
         self._asked: set[tuple[int, int]] = set()
         self._spans: dict[tuple[int, Range], tuple[int, npt.NDArray[np.int64]]] = {}
+        self._taken: dict[Range, tuple[int, int]] = {}
+        """The first unit of a group -> (step, first shard) of the group's batch that was fetched last."""
 
     @property
     def readers(self) -> int:
@@ -56,6 +58,7 @@ class Feed:
         self._until = until
         self._stride = stride
         self._spans.clear()
+        self._taken.clear()
         if self._readers:
             self._readers.forget(lambda key: key[1] in kept)
             self._asked = {key for key in self._asked if key[1] in kept}
@@ -118,6 +121,10 @@ class Feed:
         # Prefetch only for the own shards: a request for another member's shard comes after all own shards were
         # fetched.
         group = next((group for group in self._groups if (first, end) in group), ())
+        if group and (step, first) <= self._taken.get(group[0], (-1, -1)):
+            group = ()  # fetched again: the later batches were requested the first time
+        elif group:
+            self._taken[group[0]] = step, first
         for later in range(step, min(step + 1 + AHEAD, self._end_of(step))):
             for unit in group:
                 if later > step or unit[0] > first:  # earlier units of this step are taken already

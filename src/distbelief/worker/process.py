@@ -43,6 +43,7 @@ from distbelief.control.messages import (
     WorkerReady,
 )
 from distbelief.data.readers import ReadersLost
+from distbelief.options import NEVER, recheck_plan
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import DeathWatch
@@ -218,10 +219,15 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
     membership = _membership(place, action, abort)
     exchange = loaded.prepared.exchange(membership)
     start = Beginning(spec, action, link.send)
+    may_recheck = loaded.strategy.rechecks and not spec.options.impure  # an impure shard differs by itself
     link.progress.waiting = lambda: exchange.waiting or start.reading
     try:
         workers = [member.worker for member in action.members]
-        seat = Seat(action.rank, action.ranges, loaded.steps, action.generation, action.degrees, workers)
+        seat = Seat(
+            action.rank, action.ranges, loaded.steps, action.generation, action.degrees, workers,
+            [member.host for member in action.members],
+            recheck_plan(spec.options.recheck) if may_recheck else NEVER,
+        )  # fmt: skip
         try:
             replica = loaded.prepared.build(seat, exchange, loaded.watch.fetch, start)
         except Exception:

@@ -93,6 +93,10 @@ class AllReduce(Strategy):
         return str(replace(self, exact=False))
 
     @property
+    def rechecks(self) -> bool:
+        return self.exact
+
+    @property
     def state_on_device(self) -> bool:
         return True
 
