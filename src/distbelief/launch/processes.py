@@ -75,6 +75,8 @@ class LogPipe:
         self._file = path.open("ab", buffering=0)
         self._show = show
         self._rest = b""
+        self._lost_bytes = 0
+        """What the log file lacks since the disk is full."""
         self.read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.read_fd, False)
 
@@ -90,7 +92,7 @@ class LogPipe:
         except BlockingIOError:
             return True
         if data:
-            self._file.write(data)
+            self._keep(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._show(self._source, line.decode(errors="replace"))
@@ -102,6 +104,21 @@ class LogPipe:
             self._show(self._source, self._rest.decode(errors="replace"))
             self._rest = b""
         return False
+
+    def _keep(self, data: bytes) -> None:
+        """Write to the log file, as far as the disk has room: a full one ends no run."""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            if not self._lost_bytes:
+                self._show(self._source, f"its log {self._file.name} cannot be written: {error.strerror}")
+            self._lost_bytes += len(data)
+            return
+        if self._lost_bytes:
+            mark = f"\n... {self._lost_bytes} bytes are missing: the disk was full\n"
+            with contextlib.suppress(OSError):
+                self._file.write(mark.encode())
+            self._lost_bytes = 0
 
     def close(self) -> None:
         if self._file.closed:

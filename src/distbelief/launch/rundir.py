@@ -71,7 +71,8 @@ def is_complete(run_dir: Path) -> bool:
     return record is not None and record["status"] == "completed"
 
 
-def verdict(run_dir: Path, signals: Signals) -> dict[str, Any]:
+def verdict(run_dir: Path, signals: Signals, failure: str = "") -> dict[str, Any]:
+    """The record of the run's end; raises if the run did not complete. `failure`: why, if the disk has no record."""
     record = ended(run_dir)
     if signals.received and (record is None or record["status"] == "stopped"):
         name = signal.Signals(signals.received).name
@@ -84,6 +85,9 @@ def verdict(run_dir: Path, signals: Signals) -> dict[str, Any]:
         error.exit_code = 128 + signals.received
         raise error
     if record is None:
+        if failure:
+            hint = f"free some space, or check the disk; then `distbelief resume {shlex.quote(str(run_dir))}` goes on"
+            raise RunFailed(failure, hint=hint)
         raise RunFailed("the coordinator ended without a reason", hint=f"see {run_dir}/logs/coordinator.log")
     if record["status"] == "completed":
         return record

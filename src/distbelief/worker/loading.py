@@ -17,7 +17,7 @@ import msgspec
 import numpy
 import torch
 
-from distbelief.atomicfile import replace_file
+from distbelief.atomicfile import lacks_room, replace_file
 from distbelief.checkpoint.manifest import Facts
 from distbelief.control.messages import Canary, JobFacts
 from distbelief.data.sources import InMemory, MapStyle, as_source, seed_everything
@@ -203,5 +203,10 @@ def write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int, durable: bool
         "canary": msgspec.to_builtins(loaded.canary),
         "versions": versions(),
     }
-    text = json.dumps(content, indent=2).encode() + b"\n"
-    replace_file(Path(spec.run_dir) / "job.json", text, private=True, durable=durable)
+    path = Path(spec.run_dir) / "job.json"
+    try:
+        replace_file(path, json.dumps(content, indent=2).encode() + b"\n", private=True, durable=durable)
+    except OSError as error:
+        if not lacks_room(error) or not path.exists():  # an earlier generation's says nearly the same
+            raise
+        print(f"{path} cannot be renewed: {error.strerror}", flush=True)
