@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from distbelief.cli.detach import Detach, check_detachable, go_on_detached
 from distbelief.cli.engines import On, placed
 from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.cli.keys import KeyFile, key_file
@@ -35,6 +36,7 @@ def resume(
         str, typer.Option(metavar="HOST[:PORT]", help="Where other hosts can join. Default: as before.")
     ] = "",
     key: KeyFile = None,
+    detach: Detach = False,
     json: AsJson = False,
     plain: Plain = False,
 ) -> None:
@@ -44,11 +46,15 @@ def resume(
     from distbelief.control.addresses import endpoint
     from distbelief.launch.rundir import is_complete
 
-    stream = sys.stderr if json else sys.stdout
+    if detach:
+        check_detachable(on)
     key_path = key_file(key)
     with placed(LauncherRequest(on, run.name, workers, run, key_file=key_path)) as engine:
+        stream = sys.stderr if json else sys.stdout
         if is_complete(run):
             print("the run is complete: nothing is started, this is its result", file=stream)
+        elif detach:
+            go_on_detached(run, resumed=True, json=json)
         view = open_view(stream, plain=plain)
         with contextlib.redirect_stdout(stream), contextlib.closing(view):  # as in `train`
             result = resume_run(

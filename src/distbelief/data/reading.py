@@ -21,7 +21,7 @@ from distbelief.data.sources import MapStyle, Samples, seed_everything
 from distbelief.lifeline import die_with_parent
 from distbelief.shards import sample_seed
 
-HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+HELD = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD)
 """Blocked by the parent across the fork; `serve` sets how it takes them, and unblocks them."""
 
 _PARENT_IS_GONE = 0
@@ -97,8 +97,11 @@ def listed(samples: Samples) -> str:
 def _settle(parent: int) -> None:
     die_with_parent(parent)
     signal.set_wakeup_fd(-1)
-    # Ctrl-C reaches the whole process group; the parent decides about the end
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # they reach the whole process group; the parent decides about the end
+        signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
