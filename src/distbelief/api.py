@@ -113,7 +113,7 @@ def train(
     )
     source = JobSource(sys_path=tuple(sys.path), pickled=_pickled(job))
     engines.check(on)
-    launch = Launch(_run_dir(run_dir, job.name or "job"), options, source, Placement(on=on))
+    launch = Launch(run_dir_named(run_dir, job.name or "job"), options, source, Placement(on=on))
     with _view(quiet) as view:
         return _run(launch, view)
 
@@ -164,7 +164,7 @@ def run_file(
 
     options = msgspec.structs.replace(options, strategy=str(_parsed(options.strategy)))
     source = JobSource(str(path.resolve()), settings, tuple(sys.path))
-    launch = Launch(_run_dir(run_dir, path.stem), options, source, placement or Placement())
+    launch = Launch(run_dir_named(run_dir, path.stem), options, source, placement or Placement())
     if adjust:
         launch = replace(launch, adjust=adjust)
     if engine:
@@ -261,7 +261,8 @@ def _parsed(strategy: str | Strategy) -> Strategy:
     return parse(strategy) if isinstance(strategy, str) else strategy
 
 
-def _run_dir(wanted: str | Path | None, name: str) -> Path:
+def run_dir_named(wanted: str | Path | None, name: str) -> Path:
+    """The user's run directory, or a new name."""
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     return Path(wanted) if wanted else Path("runs") / f"{name}-{stamp}"
 

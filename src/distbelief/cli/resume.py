@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from distbelief.cli.detach import Detach, check_detachable, go_on_detached
 from distbelief.cli.engines import On, placed
 from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.cli.keys import KeyFile, key_file
@@ -49,6 +50,7 @@ def resume(
         str, typer.Option(metavar="HOST[:PORT]", help="Where other hosts can join. Default: as before.")
     ] = "",
     key: KeyFile = None,
+    detach: Detach = False,
     json: AsJson = False,
     plain: Plain = False,
 ) -> None:
@@ -59,14 +61,18 @@ def resume(
     from distbelief.launch.adoption import names_checkpoints
     from distbelief.launch.rundir import is_complete
 
-    stream = sys.stderr if json else sys.stdout
+    if detach:
+        check_detachable(on)
     key_path = key_file(key)
     adopts = names_checkpoints(run)
     folder = run_dir if adopts else Path(run)
     with placed(LauncherRequest(on, Path(run).name, workers, folder, key_file=key_path)) as engine:
         there = run_to_resume(run, engine.run_dir if engine and adopts else run_dir)
+        stream = sys.stderr if json else sys.stdout
         if is_complete(there):
             print("the run is complete: nothing is started, this is its result", file=stream)
+        elif detach:
+            go_on_detached(there, resumed=True, json=json)
         view = open_view(stream, plain=plain)
         with contextlib.redirect_stdout(stream), contextlib.closing(view):  # as in `train`
             result = resume_run(

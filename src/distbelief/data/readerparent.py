@@ -157,7 +157,7 @@ def _become(source: MapStyle, seed: int, worker: socket.socket, parent: int) -> 
         die_with_parent(parent)
         name_process("reader parent")
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGTERM):  # the worker decides about the end
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # the worker decides about the end
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)

@@ -21,7 +21,7 @@ from distbelief.data.sources import MapStyle, Samples, seed_everything
 from distbelief.lifeline import READER, die_with_parent, name_process
 from distbelief.shards import sample_seed
 
-HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+HELD = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD)
 """Blocked by the worker across the fork of the reader parent, which sets how it takes them, and unblocks them."""
 
 _PARENT_IS_GONE = 0
@@ -101,7 +101,7 @@ def listed(samples: Samples) -> str:
 def _settle(parent: int) -> None:
     die_with_parent(parent)
     name_process(READER)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ctrl-C stays ignored: it reaches the whole process group
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGINT and SIGHUP stay ignored: they reach the whole process group
     gc.freeze()  # a collection would write to, and so copy, every page shared with the parent
     # A fork does not copy OpenMP's threads, and a parallel region would wait for them for ever.
     torch.set_num_threads(1)

@@ -89,7 +89,10 @@ def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: 
     """Run a worker until it ends. Returns its exit status."""
     if not by_hand:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the engine decides
-    for number in (signal.SIGTERM, *([signal.SIGINT] if by_hand else [])):
+    leaving = [signal.SIGTERM]
+    if by_hand:  # Ctrl-C, and the loss of its terminal unless `nohup` has the worker ignore that
+        leaving += [signal.SIGINT, *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP])]
+    for number in leaving:
         signal.signal(number, lambda number, frame: os._exit(0))  # nothing depends on this worker yet
     torch.set_num_threads(spec.options.threads)
     # Use the interface that reaches the coordinator; the host's name may resolve to another one.
@@ -103,7 +106,7 @@ def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: 
     except BaseException as error:
         failure = describe_failure(spec, error, -1, -1)
     with ControlLink(spec.address, spec.credential) as link:
-        for number in (signal.SIGTERM, *([signal.SIGINT] if by_hand else [])):
+        for number in leaving:
             signal.signal(number, lambda number, frame: _leave_soon(spec, link))
         link.send(WorkerJoined(spec.worker, spec.host, os.getpid()))
         if loaded is not None:

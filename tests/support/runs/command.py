@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -107,6 +108,10 @@ class Run:
     def status(self) -> int | None:
         """None while it goes on."""
         return self._process.poll()
+
+    def has_printed(self) -> bool:
+        """Something that nobody has read yet."""
+        return bool(select.select([self._process.stdout, self._process.stderr], [], [], 0)[0])
 
     def wait(self, timeout_s: float = 500) -> Outcome:
         stdout, stderr = self._process.communicate(timeout=timeout_s)
