@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -32,6 +31,7 @@ from distbelief.coordinator.rules.state import RunConfig, resume
 from distbelief.coordinator.runfiles import MetricsFile, reported
 from distbelief.errors import DistBeliefError
 from distbelief.lifeline import die_with_parent
+from distbelief.steadyclock import CLOCK
 
 _MAX_ORDER_BYTES = 1 << 20
 
@@ -48,6 +48,8 @@ class Order(Struct, frozen=True, forbid_unknown_fields=True):
     listen: str = edge.DEFAULT_LISTEN
     host: str = ""
     """The name of the machine on which the launching process runs."""
+    clock_offset_s: float = CLOCK.offset_s
+    """Of the launching process's clock: a coordinator that replaces another one goes on with the same clock."""
     resume: str = ""
     """Not empty: resume a run that is over, or whose members are all gone, with this strategy."""
 
@@ -91,6 +93,7 @@ def main() -> int:
 
 def _run(order: Order, engine: EngineLink) -> int:
     run_dir = Path(order.run_dir)
+    CLOCK.continue_from(order.clock_offset_s)
     with (
         Journal.open(run_dir / "journal.jsonl") as journal,
         contextlib.closing(MetricsFile(run_dir / "metrics.jsonl")) as metrics,
@@ -101,7 +104,7 @@ def _run(order: Order, engine: EngineLink) -> int:
         refusals = Refusals()
         with socket, contextlib.closing(ConnectionLimit(socket, refusals)) as limit:
             known = reported(metrics.path)
-            records, now = journal.replayed, time.time()
+            records, now = journal.replayed, CLOCK.now()
             if order.resume:
                 records.append(resumed(resume(order.config, journal.epoch, now, records), order.resume, now))
                 journal.append(records[-1])
