@@ -7,12 +7,12 @@ module communicates with no process of the run.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distbelief.coordinator.metricsfile import NAME, Record, Tail
+from distbelief.steadyclock import CLOCK
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class RunFollower:
     def poll(self) -> Seen:
         for record in self._journal.read():
             # a new epoch's record has no time; it is read moments after it was written
-            record.setdefault("at", time.time())
+            record.setdefault("at", CLOCK.now())
             self.records.append(record)
             self.seen = advance(self.seen, record)
         while found := self._metrics.read():

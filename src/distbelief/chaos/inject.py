@@ -28,6 +28,7 @@ from distbelief.chaos.rules.schedule import Fault
 from distbelief.chaos.rules.verdict import ENDS_A_WORKER, Note, Record
 from distbelief.errors import DistBeliefError
 from distbelief.lifeline import READER
+from distbelief.steadyclock import CLOCK
 
 # --- signals to processes of this run -----------------------------------------------------------------------------
 # A process is held by a pidfd from the moment its id is first read, so no signal can reach another process
@@ -235,7 +236,7 @@ class Injector:
         for one in [one for one in self._lasting if time.monotonic() >= one.ends_at]:
             self._lasting.remove(one)
             one.undo()
-        self._pending, found = timeline.due(self._pending, seen.step, time.time() - seen.started_at)
+        self._pending, found = timeline.due(self._pending, seen.step, CLOCK.now() - seen.started_at)
         self._waiting = [fault for fault in self._waiting + found if not self._carry_out(fault, seen)]
 
     def _carry_out(self, fault: Fault, seen: Seen) -> bool:
@@ -349,7 +350,7 @@ class Injector:
     def _note(self, fault: Fault, whom: str, worker: int | None = None, server: int | None = None) -> None:
         self._say(f"fault: {fault} ({whom})")
         # Read the clock last: the measurement starts with the fault itself.
-        self.notes.append(Note(fault.kind, str(fault), time.time(), worker, server))
+        self.notes.append(Note(fault.kind, str(fault), CLOCK.now(), worker, server))
 
     def _request(self, workers: int) -> None:
         deadline = time.monotonic() + ASKING_S

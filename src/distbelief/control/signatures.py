@@ -25,8 +25,9 @@ _ROLES = {code: role for role, code in _CODES.items()}
 _HEAD = struct.Struct(">BqQ")
 _HASH_BYTES = 32
 SIGNATURE_BYTES = _HEAD.size + _HASH_BYTES
-REMEMBERED = 10_000
-"""The most senders whose last stamp a verifier keeps. Only senders with a valid token take a place."""
+REMEMBERED = 100_000
+"""The most senders whose last stamp a verifier keeps. Only senders with a valid token take a place. Stamps are read from
+the senders' clocks: a process whose clock is hours behind is refused only if more senders than this came within them."""
 
 # Why a message is refused.
 UNSIGNED = "unsigned"
@@ -68,24 +69,25 @@ def derive_token(key: bytes, role: str, number: int) -> bytes:
 
 class Signer:
     _newest = 0
-    """The highest stamp of any signer in this process: a signer made after the clock was set back starts above it."""
+    """The highest stamp of any signer in this process: also after the clock was set back, every stamp is above it."""
 
     def __init__(self, role: str, number: int, token: bytes, clock: Callable[[], int] = time.time_ns) -> None:
         self._code = _CODES[role]
         self._number = number
         self._token = token
         self._clock = clock
-        self._stamp = Signer._newest if clock is time.time_ns else 0
+        self._stamp = 0
 
     def sign(self, message: Any) -> bytes:
-        self._stamp = max(self._stamp + 1, self._clock())
         if self._clock is time.time_ns:
-            Signer._newest = max(Signer._newest, self._stamp)
+            self._stamp = Signer._newest = max(self._stamp + 1, Signer._newest + 1, time.time_ns())
+        else:
+            self._stamp = max(self._stamp + 1, self._clock())
         head = _HEAD.pack(self._code, self._number, self._stamp)
         return head + _hash(self._token, head, message)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Known:
     token: bytes
     stamp: int
@@ -134,7 +136,8 @@ class Verifier:
         return sender
 
     def _remember(self, sender: Sender, known: _Known) -> None:
-        self._known[sender] = known
+        self._known.pop(sender, None)
+        self._known[sender] = known  # at the end: the longest silent sender is forgotten first
         if len(self._known) > REMEMBERED:
             oldest = next(iter(self._known))
             self._floor = max(self._floor, self._known.pop(oldest).stamp)

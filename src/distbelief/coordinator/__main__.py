@@ -36,6 +36,7 @@ from distbelief.coordinator.rules.state import RunConfig, resume
 from distbelief.coordinator.runfiles import reported
 from distbelief.errors import DistBeliefError
 from distbelief.lifeline import die_with_parent
+from distbelief.steadyclock import CLOCK
 
 _MAX_ORDER_BYTES = 1 << 20
 
@@ -54,6 +55,8 @@ class Order(Struct, frozen=True, forbid_unknown_fields=True):
     listen: str = edge.DEFAULT_LISTEN
     host: str = ""
     """The name of the machine on which the launching process runs."""
+    clock_offset_s: float = CLOCK.offset_s
+    """Of the launching process's clock: a coordinator that replaces another one goes on with the same clock."""
     resume: str = ""
     """Not empty: resume a run that is over, or whose members are all gone, with this strategy."""
     room_wait_s: float = ROOM_WAIT_S
@@ -99,6 +102,7 @@ def main() -> int:
 
 def _run(order: Order, engine: EngineLink) -> int:
     run_dir = Path(order.run_dir)
+    CLOCK.continue_from(order.clock_offset_s)
     path = run_dir / "journal.jsonl"
     # Nothing depends yet on the first coordinator of a run, or of a resumption: a full disk is told at once.
     takes_over = not order.resume and path.exists() and path.stat().st_size > 0
@@ -113,7 +117,7 @@ def _run(order: Order, engine: EngineLink) -> int:
         refusals = Refusals()
         with socket, contextlib.closing(ConnectionLimit(socket, refusals)) as limit:
             known = reported(metrics.path)
-            records, now = journal.replayed, time.time()
+            records, now = journal.replayed, CLOCK.now()
             if order.resume:
                 records.append(resumed(resume(order.config, journal.epoch, now, records), order.resume, now))
                 journal.append(records[-1])

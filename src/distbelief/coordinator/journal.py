@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import time
 import zlib
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +23,7 @@ import msgspec
 
 from distbelief.atomicfile import force_to_disk
 from distbelief.errors import DistBeliefError
+from distbelief.steadyclock import CLOCK
 
 Entry = dict[str, Any]
 
@@ -59,7 +59,7 @@ class Journal:
             force_to_disk(path.parent)
             journal = cls(path, lock_fd, fd, replayed, end)
             reason = "a coordinator has taken over" if journal.epoch > 1 else "the run has begun"
-            begun = {"kind": "epoch", "epoch": journal.epoch, "at": time.time(), "pid": os.getpid(), "reason": reason}
+            begun = {"kind": "epoch", "epoch": journal.epoch, "at": CLOCK.now(), "pid": os.getpid(), "reason": reason}
             journal.append(begun)
         except BaseException as error:
             for opened in (fd, lock_fd):

@@ -34,6 +34,7 @@ from distbelief.coordinator.rules import state as s
 from distbelief.coordinator.rules.authorization import FROM_SERVERS, FROM_WORKERS, is_introduced, may_send
 from distbelief.coordinator.runfiles import keep_trace
 from distbelief.errors import DistBeliefError
+from distbelief.steadyclock import CLOCK
 
 DEFAULT_LISTEN = "tcp://127.0.0.1:*"
 MAX_MESSAGE_BYTES = 2 << 20
@@ -88,7 +89,7 @@ class Server:
     metrics: MetricsFile
     verifier: Verifier
     state: s.State
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = CLOCK.now
     addresses: dict[int, bytes] = field(default_factory=dict)
     """Worker -> the ZeroMQ identity of its last message."""
     servers: dict[int, bytes] = field(default_factory=dict)

@@ -28,6 +28,7 @@ from distbelief.launch.pollloop import Signals, signals_blocked
 from distbelief.launch.processes import CoordinatorProcess, LogPipe
 from distbelief.launch.rules.restarting import HOPELESS_S, ShortLives, Silence
 from distbelief.launch.rundir import ended, verdict
+from distbelief.steadyclock import CLOCK
 
 REFRESH_S = 0.2
 
@@ -195,6 +196,7 @@ class RestartingCoordinator:
             "listen": launch.placement.listen,
             "resume": launch.options.strategy if launch.resumed else "",
             "host": host,
+            "clock_offset_s": CLOCK.offset_s,
         }
         self._start()
 

@@ -13,6 +13,7 @@ from distbelief.checkpoint.manifest import Facts
 from distbelief.control.messages import Evaluation, Timing, WorkerFinished
 from distbelief.job import Job
 from distbelief.options import SavePlan
+from distbelief.steadyclock import CLOCK
 from distbelief.strategies.base import Applied, MeasureAll, Replica, Seated
 from distbelief.worker.evaluate import Evaluator
 from distbelief.worker.feed import Feed
@@ -251,7 +252,7 @@ def train(replica: Replica, training: GenerationTraining) -> WorkerFinished:
             watch.data_s, compute_s, replica.comm_s, watch.shards, waits, *traffic, helped=replica.helped()
         )
         if leads:
-            at = time.time()
+            at = CLOCK.now()
             for number, one in enumerate(results, step):
                 training.report(Applied(number, one.loss, one.samples, one.fingerprint, task.generation, at))
         if leads and (lines := replica.plan_lines()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from distbelief.control import messages as m
 from distbelief.coordinator.rules import state as s
 from tests.support.coordinator.play import JOB, Run, finished, report, sends
@@ -47,6 +49,8 @@ def tick(run: Run, now: float) -> list[s.Output]:
 
 def at_step(run: Run, step: int, now: float = 1.0, step_s: float = 0.1) -> Run:
     """All members have so many steps behind them, each of which took so long."""
+    began = now - step_s * step
+    run.state = replace(run.state, pulse=run.state.pulse.restart(run.members, began))
     reports = [report(number, at=now - step_s * (step - number)) for number in range(step)]
     for rank, worker in enumerate(run.members):
         run.beat(worker, step=step, now=now, reports=[] if rank else reports)

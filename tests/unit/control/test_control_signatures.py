@@ -66,6 +66,26 @@ def test_a_clock_that_is_set_back_silences_nobody() -> None:
     assert not any(reason(verifier, signer.sign(b"m"), b"m") for _ in range(4))
 
 
+def test_two_signers_of_one_process_share_their_stamps_when_its_clock_is_set_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker signs for the coordinator in one thread, and signs again after a reconnection with another signer."""
+    verifier, credential = AUTHORITY.verifier(), AUTHORITY.worker(3)
+    one, other = credential.signer(), credential.signer()
+    assert not reason(verifier, one.sign(b"m"), b"m")
+    monkeypatch.setattr(signatures.time, "time_ns", lambda: 1000)
+    assert not any(reason(verifier, signer.sign(b"m"), b"m") for signer in (other, one, credential.signer(), other))
+
+
+def test_a_process_whose_clock_is_hours_behind_is_heard() -> None:
+    """It was started, or started again, after the machine's clock was set back."""
+    verifier, authority = AUTHORITY.verifier(), AUTHORITY
+    assert not reason(verifier, authority.agent().signer().sign(b"m"), b"m")
+    again = authority.agent()
+    late = Signer(again.role, again.number, again.token, lambda: 1000)
+    assert not any(reason(verifier, late.sign(b"m"), b"m") for _ in range(3))
+
+
 def test_senders_do_not_disturb_each_other() -> None:
     verifier = AUTHORITY.verifier()
     ahead = Signer("worker", 1, AUTHORITY.worker(1).token, lambda: 1 << 62)
@@ -118,6 +138,20 @@ def test_only_so_many_are_remembered_and_those_forgotten_cannot_be_replayed(monk
         assert reason(verifier, Signer("worker", number, b"none").sign(b"m"), b"m") == signatures.WRONG_SIGNATURE
     assert len(verifier._known) == 100
     assert reason(verifier, first, b"m") == signatures.REPLAYED
+
+
+def test_the_sender_that_was_silent_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent speaks all the time. If it were forgotten, all later senders would need stamps above its last one."""
+    monkeypatch.setattr(signatures, "REMEMBERED", 100)
+    verifier, agent = AUTHORITY.verifier(), AUTHORITY.agent().signer()
+    for _ in range(150):
+        assert not reason(verifier, AUTHORITY.owner().signer().sign(b"m"), b"m")
+        assert not reason(verifier, agent.sign(b"m"), b"m")
+    newest_forgotten = verifier._floor
+    owner = AUTHORITY.owner()
+    late = Signer(owner.role, owner.number, owner.token, lambda: newest_forgotten + 1)
+    assert not reason(verifier, late.sign(b"m"), b"m")
+    assert len(verifier._known) == 100
 
 
 def test_a_badge_travels_and_does_not_show_what_it_holds() -> None:

@@ -73,8 +73,8 @@ class _Beat:
 
 @dataclass(frozen=True)
 class _Steps:
-    """The run's commits. `changed_at` is read from the coordinator's clock; `durations` are differences of the
-    reporting member's clock."""
+    """The run's commits. `changed_at` and `measured_until` are read from the coordinator's clock; `durations` are
+    differences of the reporting member's clock, and never longer in sum than the time that passed here."""
 
     step: int = -1
     changed_at: float = 0.0
@@ -82,6 +82,8 @@ class _Steps:
     """Whether this generation has not committed a step yet."""
     last_at: float | None = None
     durations: tuple[float, ...] = ()
+    measured_until: float = 0.0
+    """The generation's start plus the durations since then."""
 
     def deadline_s(self, floor_s: float, startup_s: float) -> float:
         if len(self.durations) < _ENOUGH_STEPS:
@@ -143,7 +145,7 @@ class Pulse:
             count += 1
         # The reporting member and its clock may have changed, and the pause of the change is no step time.
         changed_at = self._steps.changed_at if self.members else now
-        steps = replace(self._steps, changed_at=changed_at, fresh=True, last_at=None, step=-1)
+        steps = replace(self._steps, changed_at=changed_at, fresh=True, last_at=None, step=-1, measured_until=now)
         return replace(self, _pages=pages, members=count, waiting=0, alone_since=None, _steps=steps)
 
     def heard(self, worker: int, step: int, waiting: bool, now: float) -> Pulse:
@@ -189,10 +191,17 @@ class Pulse:
             return self
         steps = self._steps
         times = at_times if steps.last_at is None else (steps.last_at, *at_times)
-        # A difference that is not positive is a repeat, or a clock that was set back.
-        durations = [late - early for early, late in pairwise(times[-_KEPT_STEPS - 1 :]) if late > early]
-        recent = (*steps.durations, *durations)[-_KEPT_STEPS:]
-        steps = replace(steps, changed_at=now, fresh=False, last_at=at_times[-1], durations=recent)
+        durations, until = list(steps.durations), steps.measured_until
+        for early, late in pairwise(times[-_KEPT_STEPS - 1 :]):
+            # A difference that is not positive is a repeat. One that is longer than the time that passed here is of two
+            # clocks: members of two hosts have committed the steps.
+            if 0 < (took_s := min(late - early, now - until)):
+                durations.append(took_s)
+                until += took_s
+        recent = tuple(durations[-_KEPT_STEPS:])
+        steps = replace(
+            steps, changed_at=now, fresh=False, last_at=at_times[-1], durations=recent, measured_until=until
+        )
         return replace(self, _steps=steps)
 
     @property
@@ -205,10 +214,6 @@ class Pulse:
         ticks = self._ticks
         if ticks.at is None:
             return replace(self, _ticks=_Ticks(at=now, awake_at=now))
-        if now < ticks.at:
-            # The clock was set back: all remembered times lie in the future, so all deadlines restart.
-            again = self.restart([worker for page in self._pages.values() for worker in page], now)
-            return replace(again, _ticks=_Ticks(now, ticks.typical_s, now))
         passed_s = min(now - ticks.at, _LONGEST_GAP_S)
         typical_s = ticks.typical_s + (passed_s - ticks.typical_s) / 8
         return replace(self, _ticks=_Ticks(now, typical_s, ticks.awake_since(now)))

@@ -32,6 +32,7 @@ from distbelief.launch.rendezvous import (
     mpi4py_is_installed,
     notice_of,
 )
+from distbelief.steadyclock import CLOCK
 
 LINGER_S = 5.0
 """A launcher ends all processes when one has failed. The first process prints the reason, so the others end later."""
@@ -123,7 +124,7 @@ class Leading:
         self._place = place
         self._rendezvous = rendezvous
         self._say = say
-        self._since = time.time()
+        self._since = CLOCK.now()
         self._invitation: Invitation | None = None
 
     def arrange(self, launch: Launch) -> Launch:

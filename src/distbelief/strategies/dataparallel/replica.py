@@ -57,6 +57,7 @@ import torch
 
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, shard_seed
+from distbelief.steadyclock import CLOCK
 from distbelief.strategies.base import (
     Applied,
     BeginFrom,
@@ -339,7 +340,7 @@ class DataParallelReplica(TileCopies):
         # Rank 0 writes the result and the integer buffers before it closes tile 0. A generation that finds tile 0
         # closed need not write them again, and other members may then close the last tile.
         if self._writes_for_all and not self._state.has(0, step):
-            self._remember(step, result, time.time())
+            self._remember(step, result, CLOCK.now())
             self._state.write_integers(step + 1, shared.integers)
         units = int(np.count_nonzero(shared.rows[:, COUNTS]))
         self._update(step, 1.0 / weight if weight else 0.0, units, untouched)

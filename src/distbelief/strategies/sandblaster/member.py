@@ -16,6 +16,7 @@ import torch
 
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Schedule
+from distbelief.steadyclock import CLOCK
 from distbelief.strategies.base import Applied, Seat, StepResult, Takeover
 from distbelief.strategies.base import Fetch as FetchBatch
 from distbelief.strategies.flatmodel.compute import ShardComputer
@@ -72,7 +73,7 @@ class SearchingMember(ParameterServerMember):
         self._shown = ShownValues(computer, exchange, self._slices, self._take)
         self._state: State | None = None
         self._trial = 0
-        self.clock: Callable[[], float] = time.time
+        self.clock: Callable[[], float] = CLOCK.now
         self._lines = [
             f"L-BFGS over {schedule.samples} samples in {schedule.shards} portions, with "
             f"{settings.history_size} pairs of history; the job's optimizer is not used"

@@ -153,14 +153,21 @@ class ThreadLiveness:
 
     def watch(self, timeout_s: float) -> Literal["alive", "ended", "dead"]:
         """Wait until the thread ends or dies, for at most `timeout_s`."""
-        until = time.time() + timeout_s
-        deadline = _Timespec(int(until), int(until % 1 * 1e9))
-        status = _libc.pthread_mutex_timedlock(self._cell, ctypes.byref(deadline))
+        status = _lock_within(self._cell, timeout_s)
         if status == errno.ETIMEDOUT:
             return "alive"
         if status in (0, errno.EOWNERDEAD):
             _libc.pthread_mutex_unlock(self._cell)  # tells the other watchers that the mutex is not recoverable
         return "ended" if status == 0 else "dead"
+
+
+def _lock_within(mutex: Any, timeout_s: float) -> int:
+    clock_lock = getattr(_libc, "pthread_mutex_clocklock", None)  # glibc before 2.30 has none
+    until = timeout_s + (time.monotonic() if clock_lock else time.time())
+    deadline = ctypes.byref(_Timespec(int(until), int(until % 1 * 1e9)))
+    if clock_lock:
+        return int(clock_lock(mutex, time.CLOCK_MONOTONIC, deadline))
+    return int(_libc.pthread_mutex_timedlock(mutex, deadline))
 
 
 def _check(status: int) -> None:

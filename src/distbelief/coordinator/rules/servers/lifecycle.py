@@ -342,7 +342,7 @@ def applied(state: State, reports: Sequence[m.StepReport], now: float) -> Result
     for server, at in state.fleet.lost_at.items():
         later = [report.at for report in reports if report.at > at]
         if later:
-            pause_s = min(later) - at
+            pause_s = min(min(later), now) - at  # the member's clock may be ahead of ours
             left = {number: when for number, when in state.fleet.lost_at.items() if number != server}
             fleet = replace(state.fleet, lost_at=left, pauses=(*state.fleet.pauses, pause_s))
             state = replace(state, fleet=fleet)

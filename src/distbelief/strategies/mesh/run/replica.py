@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from distbelief.data.sources import seed_everything
 from distbelief.shards import Schedule, mix, shard_seed
+from distbelief.steadyclock import CLOCK
 from distbelief.strategies.base import Applied, Fetch, RolledBack, Seat, StepResult, Takeover, Task
 from distbelief.strategies.flatmodel.copying import Copy
 from distbelief.strategies.flatmodel.layout import trainable
@@ -150,7 +151,7 @@ class MeshReplica:
         factor = 1.0 / weight if weight else 0.0
         if self._job.clip_norm is not None:
             factor *= min(1.0, self._job.clip_norm / (math.sqrt(float(votes[-2])) * factor + 1e-6))
-        occupied, generation, now = self._schedule.occupied(step), self._seat.generation, time.time()
+        occupied, generation, now = self._schedule.occupied(step), self._seat.generation, CLOCK.now()
         return CommitDecision(
             step, told.loss, told.samples, told.fingerprint, generation, now, factor, occupied, untouched
         )

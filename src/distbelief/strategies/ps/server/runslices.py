@@ -4,10 +4,9 @@ tables, then in `ps:async` and `ps:ssp` the slice of leases.
 
 from __future__ import annotations
 
-import time
-
 import torch
 
+from distbelief.steadyclock import CLOCK
 from distbelief.strategies.base import Saved, ServerHost, ServerJob
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.ps.protocol.frames import RUN_MESSAGES
@@ -63,7 +62,7 @@ class RunSlices(SliceSource):
             store = AsynchronousSlice(memory, self._open, self._strategy.dc, coding)
         else:
             store = SynchronousSlice(memory, self._job, self._schedule, self._open, coding, space=self._sums)
-            store.clock = time.time
+            store.clock = CLOCK.now
         if first:
             state, _ = self._begun()
             step = state.steps_applied

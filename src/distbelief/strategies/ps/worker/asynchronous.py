@@ -20,6 +20,7 @@ import torch
 from distbelief.control.messages import RUN_ENDS
 from distbelief.errors import NonFiniteLoss
 from distbelief.shards import Schedule, mix, shard_seed
+from distbelief.steadyclock import CLOCK
 from distbelief.strategies.base import Applied, Seat, Takeover, Task
 from distbelief.strategies.base import Fetch as FetchBatch
 from distbelief.strategies.flatmodel.compute import ShardComputer
@@ -216,7 +217,7 @@ class AsynchronousReplica(ParameterServerMember):
         slot, name = self.exchange.slot(0)
         self._tables.push_update(lease.update, lease.step, sums)
         self._push(lease, slot, name, touched)
-        done = CompleteUpdate(lease.update, lease.token, self._seat.worker, losses, counts, time.time())
+        done = CompleteUpdate(lease.update, lease.token, self._seat.worker, losses, counts, CLOCK.now())
         self._client.push(self._leases, done)
         self._since_fetch += 1
         self.comm_s += time.perf_counter() - started

@@ -19,6 +19,7 @@ import torch
 
 from distbelief.errors import DistBeliefError
 from distbelief.shards import Range, Schedule, shard_seed
+from distbelief.steadyclock import CLOCK
 from distbelief.strategies.base import (
     Applied,
     Seat,
@@ -383,7 +384,7 @@ class SynchronousReplica(ParameterServerMember):
         self._applied = version
         self._reached[0] = max(int(self._reached[0]), version)
         if result and rows is not None:
-            self._remember(version - 1, rows, time.time(), self._seat.generation)
+            self._remember(version - 1, rows, CLOCK.now(), self._seat.generation)
         return result
 
     def _remember(self, step: int, rows: np.ndarray, at: float, generation: int) -> None:
