@@ -185,7 +185,7 @@ def run_to_resume(run: str | Path, run_dir: str | Path | None) -> Path:
                 hint="a new run directory is for a run that is resumed from its checkpoints alone",
             )
         return Path(run)
-    made = _run_dir(run_dir, where.rstrip("/").rpartition("/")[2] or "run")
+    made = run_dir_named(run_dir, where.rstrip("/").rpartition("/")[2] or "run")
     adopt(absolute(where), made)
     return made
 
