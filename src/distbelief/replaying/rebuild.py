@@ -95,11 +95,8 @@ def is_exact(run: RecordedRun) -> bool:
 def is_equal_within_rounding(run: RecordedRun) -> bool:
     """Whether one process gives the same losses except for the order of additions, so that losses can be compared."""
     strategies = [parse(strategy) for strategy in run.strategies]
-    return (
-        not is_exact(run)
-        and not run.launch.options.impure
-        and all(one.exact or one.wish is not None for one in strategies)
-    )
+    like_one_process = all(one.exact or one.wish is not None for one in strategies) and not run.launch.options.impure
+    return like_one_process and not is_exact(run)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
 import math
 import pathlib
-import struct
 import sys
 import types
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 from distbelief.data.sources import InMemory, as_source, split_batch
 from distbelief.errors import JobError
 from distbelief.job import Job
+from tests.support.clothes import write_clothes
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples"
 
@@ -86,17 +85,7 @@ def test_digits_without_scikit_learn_says_what_to_install(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def clothes(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A folder as Debian's package has it, with a handful of images."""
-    generator = np.random.default_rng(0)
-    for part, count in (("train", 40), ("t10k", 10)):
-        images = generator.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        labels = (np.arange(count) % 10).astype(np.uint8)
-        packed = gzip.compress(bytes([0, 0, 8, 3]) + struct.pack(">3I", *images.shape) + images.tobytes())
-        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(packed)
-        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(
-            bytes([0, 0, 8, 1]) + struct.pack(">I", count) + labels.tobytes()
-        )
-    return tmp_path
+    return write_clothes(tmp_path)
 
 
 def test_fashion(clothes: pathlib.Path) -> None:

@@ -12,6 +12,7 @@ import sysconfig
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -224,6 +225,12 @@ class _Walk:
                 self._value(inside[name], f"{prefix}{name}", owner, in_loss, partial(_set_key, inside, name), 0)
 
     def _value(self, value: Any, name: str, owner: str, in_loss: bool, put: Callable[[Any], None], depth: int) -> None:
+        with suppress(Exception):  # an object of the job may refuse to be looked at
+            self._look_at(value, name, owner, in_loss, put, depth)
+
+    def _look_at(
+        self, value: Any, name: str, owner: str, in_loss: bool, put: Callable[[Any], None], depth: int
+    ) -> None:
         if isinstance(value, ModuleType) or id(value) in self._own:
             return
         if isinstance(value, type):
@@ -260,13 +267,16 @@ class Keeper:
     def __init__(self, own: Collection[int]) -> None:
         self._own = own
         self._copied_bytes = 0
+        self._values = 0
 
     def __call__(self, value: Any, depth: int = DEEPEST) -> Kept:
         kind = type(value).__name__
+        self._values += 1
+        is_long = isinstance(value, str | bytes) and len(value) > MOST_ELEMENTS
+        if id(value) in self._own or is_long or self._values > MOST_VALUES:
+            return Kept(id(value), lambda: value)
         if value is None or isinstance(value, int | float | complex | str | bytes | torch.dtype | torch.device):
             return Kept((kind, repr(value)), lambda: value)
-        if id(value) in self._own:
-            return Kept(id(value), lambda: value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, np.ndarray):
@@ -405,7 +415,8 @@ def _set_key(inside: dict[str, Any], key: str, value: Any) -> None:
 
 def _set_attribute(holder: Any, key: str, value: Any) -> None:
     if value is ABSENT:
-        delattr(holder, key)
+        with suppress(AttributeError):
+            delattr(holder, key)
     else:
         setattr(holder, key, value)
 

@@ -135,9 +135,12 @@ class _Check:
         return found
 
     def _is_same_with(self, places: Sequence[Place]) -> bool:
-        for place in places:
-            place.put_back()
-        return self._again() == self._outcome
+        try:
+            for place in places:
+                place.put_back()
+            return self._again() == self._outcome
+        except Exception:  # perhaps the job's code does not take a part of its old state
+            return False
 
 
 def _mark(parameter: nn.Parameter) -> Mark:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distbelief.strategies.tables.embedding import EmbeddingTable
 from distbelief.worker.jobfile import load_job
+from tests.support.clothes import write_clothes
 from tests.support.purity import X, Y, check, job_of
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -152,7 +153,7 @@ def test_nothing_is_found_in_a_search() -> None:
 
 EXAMPLES: dict[str, dict[str, str]] = {
     "examples/digits.py": {},
-    "examples/fashion.py": {"limit": "2000"},
+    "examples/fashion.py": {"folder": "."},
     "examples/gpt.py": {"megabytes": "0.1", "layers": "2", "context": "32"},
     "examples/recommend.py": {"batch": "64", "samples": "6400"},
     "tests/e2e/jobs/everything.py": {},
@@ -161,7 +162,8 @@ EXAMPLES: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("file", EXAMPLES)
-def test_nothing_is_found_in_the_examples(file: str) -> None:
+def test_nothing_is_found_in_the_examples(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write_clothes(tmp_path))
     assert check(load_job(ROOT / file, EXAMPLES[file])) == []
 
 

@@ -145,7 +145,7 @@ def _way_out(one: Hidden) -> str:
 
 def unexplained(differing: Sequence[str], changed: Sequence[str], is_loss: bool) -> Impurity:
     """`differing`: what differed between two computations of one shard, in the model's order; `changed`: Python state
-    that changed meanwhile, but whose restoration did not help."""
+    that changed meanwhile, and whose restoration did not help."""
     what = "the same shard, computed again, gave "
     if differing:
         others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
@@ -153,7 +153,9 @@ def unexplained(differing: Sequence[str], changed: Sequence[str], is_loss: bool)
     else:
         what += "another loss" if is_loss else "another result"
     if changed:
-        what += f"; {_listed(changed)} changed meanwhile, but {'is' if len(changed) == 1 else 'are'} not the only cause"
+        what += (
+            f" ({_listed(changed)} changed meanwhile; with {'it' if len(changed) == 1 else 'them'} put back it did too)"
+        )
     return Impurity(
         what,
         "it depends on something besides parameters, buffers, samples and seed: the time, a file, os.urandom, a "
