@@ -78,6 +78,10 @@ class Job:
     evaluate_every: int | None = None
     """Steps between evaluations; with validation data, the last step is always followed by one."""
     collate: Callable[[Sequence[Any]], Any] | None = None
+    """Samples of a Dataset, as a list -> a batch. Default: torch's. Tensors in memory are not collated: with them it is
+    an error."""
+    validation_collate: Callable[[Sequence[Any]], Any] | None = None
+    """The same for `validation`. Default: `collate`, if `validation` is a Dataset too."""
     readers: int = 1
     """Reader processes per worker for a Dataset. In-memory tensors need none."""
     shuffle: bool = True
@@ -138,6 +142,11 @@ class Job:
             return '`compile` and `matmul="onednn"` do not go together: leave one of them out'
         if self.clip_norm is not None and not self.clip_norm > 0:
             return f"`clip_norm` must be above 0, not {self.clip_norm!r}"
+        for name in ("collate", "validation_collate"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                return f"`{name}` must be a function of a list of samples, not {type(getattr(self, name)).__name__}"
+        if self.validation_collate is not None and self.validation is None:
+            return "`validation_collate` is given, and `validation` is missing"
         after_update: object = self.after_update
         if not isinstance(after_update, Mapping) or not all(
             isinstance(pattern, str) and callable(function) for pattern, function in after_update.items()

@@ -84,15 +84,21 @@ class MapStyle:
         return self.collate([self.dataset[int(sample)] for sample in samples])
 
 
-def as_source(data: Any, collate: Collate | None = None) -> InMemory | MapStyle:
-    """The source for a job's `data` or `validation`. `collate` applies to data sets that are read one sample at a time;
-    tensors in memory are indexed as they are.
+def as_source(data: Any, collate: Collate | None = None, *, usual: Collate | None = None) -> InMemory | MapStyle:
+    """The source for a job's `data` or `validation`. `collate` needs a data set that is read one sample at a time.
+    `usual`: the function for such data sets if `collate` is None; tensors in memory are indexed without it.
 
     >>> as_source({"x": torch.zeros(4, 2), "y": torch.zeros(3)})
     Traceback (most recent call last):
     distbelief.errors.JobError: the tensors of the data set differ in length: x has 4, y has 3
     """
-    source = _recognise(data, collate)
+    source = _recognise(data, collate or usual)
+    if collate is not None and isinstance(source, InMemory):
+        raise JobError(
+            "the collate function would never be called: the data are tensors in memory",
+            hint="give a data set such as torch.utils.data.TensorDataset(x, y), whose samples are collated, or leave the "
+            "function out",
+        )
     if len(source) == 0:
         raise JobError("the data set is empty")
     return source

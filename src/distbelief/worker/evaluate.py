@@ -9,6 +9,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from distbelief.data.readers import ReaderError
 from distbelief.data.sources import InMemory, MapStyle, seed_everything, split_batch
 from distbelief.job import Job
 from distbelief.shards import Schedule, shard_seed
@@ -67,8 +68,14 @@ class Evaluator:
         for shard in range(self.shards):
             _, low, high = self._schedule.shard(shard, 0)
             seed = shard_seed(self._job.seed, -1, shard)
-            found.append(Task(shard, high - low, seed, partial(self._feed.fetch, shard, 0, 1)))
+            found.append(Task(shard, high - low, seed, partial(self._fetch, shard)))
         return found
+
+    def _fetch(self, shard: int) -> tuple[Any, int]:
+        try:
+            return self._feed.fetch(shard, 0, 1)
+        except ReaderError as error:
+            raise ReaderError(f"`validation`: {error.message}", hint=error.hint, details=error.details) from error
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._job.precision == "bf16")

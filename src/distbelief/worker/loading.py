@@ -174,7 +174,7 @@ def _require_memory(prepared: Prepared, device: torch.device) -> None:
 
 def _validation(job: Job) -> InMemory | MapStyle:
     try:
-        return as_source(job.validation, job.collate)
+        return as_source(job.validation, job.validation_collate, usual=job.collate)
     except JobError as error:
         raise JobError(f"`validation`: {error.message}", hint=error.hint, details=error.details) from error
 

@@ -161,10 +161,12 @@ class GenerationTraining:
 
     def evaluate(self, applied: int, alone: MeasureAll | None = None) -> dict[str, float]:
         assert self.evaluator is not None
+        fetched, self.watch.shard = self.watch.shard, -1  # a failure is not one of the shard that was fetched ahead
         if alone:
             metrics = self.evaluator.evaluate_with(alone, lambda payload: [payload])
         else:
             metrics = self.evaluator.evaluate(self.replica)
+        self.watch.shard = fetched
         self.replica.keep_note(json.dumps(metrics).encode())
         if alone or self.replica.exchange.rank == 0:
             self.progress.evaluations.append(Evaluation(applied, metrics))

@@ -70,6 +70,20 @@ def test_a_tensor_data_set_is_in_memory_unless_its_own_code_must_run() -> None:
     assert isinstance(as_source(TensorDataset(x), collate=torch.utils.data.default_collate), MapStyle)
 
 
+@pytest.mark.parametrize("data", [torch.zeros(4), (torch.zeros(4), np.zeros(4)), {"x": torch.zeros(4)}])
+def test_a_collate_function_for_tensors_in_memory_is_refused_and_a_usual_one_is_not_used(data: Any) -> None:
+    with pytest.raises(JobError, match="the collate function would never be called: the data are tensors") as caught:
+        as_source(data, collate=len)
+    assert "TensorDataset" in caught.value.hint
+    assert isinstance(as_source(data, usual=len), InMemory)
+
+
+def test_the_usual_collate_function_is_for_samples_without_one_of_their_own() -> None:
+    assert as_source(TensorDataset(torch.arange(5)), usual=len).fetch(WANTED) == 3
+    assert as_source(Squares(), usual=len).fetch(WANTED) == 3
+    assert as_source(Squares(), lambda parts: "own", usual=len).fetch(WANTED) == "own"
+
+
 def test_arrays_are_not_copied_and_awkward_ones_are_accepted() -> None:
     array = np.arange(5.0)
     source = as_source(array)

@@ -12,8 +12,11 @@ import torchmetrics
 from torch.distributed import TCPStore
 from torch.nn import functional as F
 
+from distbelief.data.readers import ReaderError
+from distbelief.data.sources import as_source
+from distbelief.worker.evaluate import Evaluator
 from tests.support.stage import Stage
-from tests.support.worker.evaluate import make_job, tables
+from tests.support.worker.evaluate import Rows, make_job, tables
 
 MEMBER = "tests.support.worker.evaluate"
 
@@ -55,3 +58,25 @@ def test_any_members_give_the_same_values_as_one_process(stage: Stage, port: int
         "auroc": pytest.approx(area(output, y).item(), rel=1e-5),
         "total": float(y.sum()),
     }
+
+
+@pytest.mark.parametrize(
+    ("collate", "doing"), [(torch.stack, "making a batch of samples 0, 1, 2, "), (None, "reading sample 5 ")]
+)
+def test_a_failure_in_the_validation_data_says_so(collate: Any, doing: str) -> None:
+    job = make_job(readers=True)
+    x, y = job.validation.columns
+    samples = Rows(x, y) if collate else Broken(x, y)
+    evaluator = Evaluator(job, as_source(samples, collate), torch.device("cpu"))
+    try:
+        with pytest.raises(ReaderError, match=f"^`validation`: {doing}"):
+            evaluator.rehearse(job.model())
+    finally:
+        evaluator.close()
+
+
+class Broken(Rows):
+    def __getitem__(self, sample: int) -> Any:
+        if sample == 5:
+            raise KeyError("no such image")
+        return super().__getitem__(sample)

@@ -37,6 +37,9 @@ def _same_path(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("few", "4 shards are more than the 3 samples of the data set"),
         ("shards", "40 shards are more than the 16 samples of a global batch"),
+        ("collate", "the collate function would never be called"),
+        ("validation-collate", "`validation`: the collate function would never be called"),
+        ("no-validation", "`validation_collate` is given, and `validation` is missing"),
         ("no-optimizer", "`optimizer` made a str"),
         ("metric", "the metric 'mean' must return (sum, weight)"),
         ("loss-shape", "`loss` must return one number"),

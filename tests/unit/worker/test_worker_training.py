@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,26 @@ def test_in_the_middle_of_a_step_nothing_is_saved_or_evaluated(tmp_path: Path, i
     job = SimpleNamespace(evaluate_every=1)
     train(replica, GenerationTraining(job, replica, evaluator, watch(), Progress(), task))  # type: ignore[arg-type]
     assert (saved, missed, len(evaluated)) == (([4], [3], 1) if in_part else ([3, 4], [], 2))
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_failing_evaluation_is_not_blamed_on_the_shard_that_was_fetched_ahead(tmp_path: Path, fails: bool) -> None:
+    replica, seen = replica_at(0), watch()
+    replica.keep_note = lambda content: None
+
+    def evaluate(_: Any) -> dict[str, float]:
+        assert seen.shard == -1
+        if fails:
+            raise ValueError("boom in a metric")
+        return {}
+
+    evaluator = SimpleNamespace(evaluate=evaluate)
+    task = Assignment(0, 3, 4, tmp_path, 3)
+    training = GenerationTraining(SimpleNamespace(), replica, evaluator, seen, Progress(), task)  # type: ignore[arg-type]
+    seen.step, seen.shard = 3, 2
+    with pytest.raises(ValueError, match="boom") if fails else contextlib.nullcontext():
+        training.evaluate(3)
+    assert (seen.step, seen.shard) == (3, -1 if fails else 2)
 
 
 @pytest.mark.parametrize(
