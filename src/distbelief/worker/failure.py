@@ -9,14 +9,14 @@ import torch
 
 from distbelief.control.messages import WorkerFailed
 from distbelief.data.readers import ReaderError
-from distbelief.errors import DistBeliefError, GradientsDiffer, JobError, NonFiniteLoss, NotEnoughMemory
+from distbelief.errors import DistBeliefError, JobError, NonFiniteLoss, NotEnoughMemory, ResultsDiffer
 from distbelief.worker.spec import WorkerSpec
 
 
 def describe_failure(spec: WorkerSpec, error: BaseException, step: int, shard: int) -> WorkerFailed:
     kinds: list[tuple[type[BaseException], str]] = [
         (NonFiniteLoss, "loss"),
-        (GradientsDiffer, "recheck"),
+        (ResultsDiffer, "recheck"),
         (ReaderError, "data"),
         (NotEnoughMemory, "memory"),
         (torch.OutOfMemoryError, "memory"),
@@ -30,7 +30,7 @@ def describe_failure(spec: WorkerSpec, error: BaseException, step: int, shard: i
         message = f"{type(error).__name__}: {error}"
         details, shown = _user_traceback(error)
         hint = _hint(error) or ("the traceback shows where in the job's code it happened" if shown else "")
-    if isinstance(error, NonFiniteLoss | GradientsDiffer):
+    if isinstance(error, NonFiniteLoss | ResultsDiffer):
         step, shard = error.step, error.shard
     return WorkerFailed(spec.worker, spec.host, kind, message, hint, details, step, shard)
 
