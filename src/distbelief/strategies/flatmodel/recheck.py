@@ -93,7 +93,12 @@ class Recheck:
                 require_memory("rechecks", self._layout.size_bytes)
             elif self._layout.size_bytes > free_memory_bytes():
                 return None
-        return memory_on(self._device, self._layout.size_bytes)
+        try:
+            return memory_on(self._device, self._layout.size_bytes)
+        except torch.OutOfMemoryError:
+            if self._seat.recheck.whole:
+                raise
+            return None
 
     @cached_property
     def _hosts(self) -> Sequence[str]:
