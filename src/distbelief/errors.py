@@ -37,8 +37,9 @@ class NotEnoughMemory(DistBeliefError):
     """The shared segments do not fit into the memory that is free."""
 
 
-class GradientsDiffer(DistBeliefError):
-    """Two members computed different gradients for one shard. Raised on every member before the step is applied."""
+class ResultsDiffer(DistBeliefError):
+    """Two members computed different gradients of one shard, or different values of one tile; the step is not
+    committed. `shard` -1: the shards agreed."""
 
     def __init__(self, message: str, hint: str, step: int, shard: int) -> None:
         super().__init__(message, hint=hint)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.runs.command import JOBS, Outcome
+from tests.support.runs.command import JOBS, Outcome, Run
 from tests.support.runs.reference import undisturbed
-from tests.support.runs.watched import of_kinds
+from tests.support.runs.watched import Watched, of_kinds
 
+Start = Callable[..., Run]
 Cli = Callable[..., Outcome]
+Wait = Callable[[Callable[[], object]], None]
 FLIPPING = JOBS / "flipping.py"
 
 
@@ -33,6 +36,20 @@ def test_one_flipped_bit_in_200_steps_does_not_get_into_the_weights(
     notices = [one["text"] for one in of_kinds(tmp_path / "run" / "metrics.jsonl", "notice")]
     [found] = [text for text in notices if "computed wrong gradients of shard" in text]
     assert found.startswith(victim(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["allreduce:shm", "allreduce:gloo"])
+def test_the_same_weights_when_workers_are_killed_in_steps_that_are_all_rechecked(
+    start: Start, tmp_path: Path, wait_until: Wait, strategy: str
+) -> None:
+    """With a job that has everything, and readers."""
+    job = [JOBS / "everything.py", "--set", "epochs=6", "--set", "brake_s=0.1"]
+    run = Watched(start, tmp_path, wait_until, *job, "--workers", 3, "--strategy", strategy, "--recheck", "all")
+    for steps in (4, 8):
+        run.after(steps)
+        run.signal(run.living()[0], signal.SIGKILL)
+        run.after(steps + 2)
+    assert run.result()["weights_sha256"] == undisturbed(*job)
 
 
 def test_a_worker_whose_every_gradient_has_a_flipped_bit_is_named_at_the_default_rate(

@@ -11,10 +11,10 @@ from distbelief.control.messages import WorkerFailed
 from distbelief.data.readers import ReaderError
 from distbelief.errors import (
     DistBeliefError,
-    GradientsDiffer,
     JobError,
     NonFiniteLoss,
     NotEnoughMemory,
+    ResultsDiffer,
     StepCodeError,
 )
 from distbelief.strategies import parse
@@ -24,7 +24,7 @@ from distbelief.worker.spec import WorkerSpec
 def describe_failure(spec: WorkerSpec, error: BaseException, step: int, shard: int) -> WorkerFailed:
     kinds: list[tuple[type[BaseException], str]] = [
         (NonFiniteLoss, "loss"),
-        (GradientsDiffer, "recheck"),
+        (ResultsDiffer, "recheck"),
         (ReaderError, "data"),
         (NotEnoughMemory, "memory"),
         (torch.OutOfMemoryError, "memory"),
@@ -41,7 +41,7 @@ def describe_failure(spec: WorkerSpec, error: BaseException, step: int, shard: i
         hint = _hint(error, spec.options.strategy) or (
             "the traceback shows where in the job's code it happened" if shown else ""
         )
-    if isinstance(error, NonFiniteLoss | GradientsDiffer):
+    if isinstance(error, NonFiniteLoss | ResultsDiffer):
         step, shard = error.step, error.shard
     if isinstance(error, StepCodeError):
         step, shard = error.step, -1

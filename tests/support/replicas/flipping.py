@@ -6,7 +6,9 @@ the stage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +16,13 @@ from torch import nn
 
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.data.sources import as_source
-from distbelief.errors import GradientsDiffer
+from distbelief.errors import ResultsDiffer
 from distbelief.options import NEVER, RecheckPlan
 from distbelief.shards import Range, Schedule, shard_seed
 from distbelief.strategies.base import Seat
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
-from distbelief.transport.abort import Abort
+from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import Exchange
 from distbelief.transport.gloo.exchange import TorchExchange
 from distbelief.transport.gloo.rendezvous import Rendezvous
@@ -44,6 +47,16 @@ class Flip:
 
 
 @dataclass(frozen=True)
+class LaterFlip:
+    """On the member of this rank, one bit flips once in this step, after the gradients of its shards are computed."""
+
+    rank: int
+    step: int
+    where: str
+    """sum · update · norm · state (in memory that all members share, after the step)"""
+
+
+@dataclass(frozen=True)
 class Play:
     ranges: tuple[Range, ...]
     steps: int
@@ -53,6 +66,8 @@ class Play:
     port: int = 0
     """Of a store: then members meet in torch groups."""
     name: str = ""
+    later: LaterFlip | None = None
+    clips: bool = True
     counts_calls: bool = False
     """The model counts its calls, and its output depends on the count."""
 
@@ -86,7 +101,7 @@ class _Counting(nn.Module):
 
 def train(segments: SegmentClient, rank: int, play: Play) -> Ended:
     shards = play.ranges[-1][1]
-    job = make_job(shards)
+    job = make_job(shards) if play.clips else replace(make_job(shards), clip_norm=None)
     schedule = Schedule(SAMPLES, GLOBAL_BATCH, shards)
     feed = Feed(as_source(job.data), schedule, job, shuffle=True)
     feed.expect([(v, v + 1) for v in range(*play.ranges[rank])], until=play.steps)
@@ -95,24 +110,39 @@ def train(segments: SegmentClient, rank: int, play: Play) -> Ended:
         prepared.model.last = _Counting(prepared.model.last)  # type: ignore[arg-type]
     begun = _flip(prepared, [flip for flip in play.flips if flip.rank == rank], job.seed, play.steps, shards)
     geometry = prepared.geometry(play.ranges)
+    abort = Abort()
+    failed = segments.segment("failed", 4096).tensor(torch.int64, 0, 1)
     group: Exchange
     if play.port:
-        group = TorchExchange(Rendezvous("127.0.0.1", play.port, play.name, timeout_s=60), rank, geometry, Abort())
+        group = TorchExchange(Rendezvous("127.0.0.1", play.port, play.name, timeout_s=60), rank, geometry, abort)
     elif len(play.ranges) == 1:
         group = SingleMemberExchange(geometry)
     else:
-        group = SharedExchange(segments, "generation 1", rank, geometry, Abort())
+        group = SharedExchange(segments, "generation 1", rank, geometry, abort)
     workers = range(10, 10 + len(play.ranges))
     seat = Seat(rank, play.ranges, play.steps, 1, (), workers, play.hosts, play.recheck)
     member = prepared.build(seat, group, feed.fetch)
+    assert isinstance(member, DataParallelReplica)
+    later = play.later if play.later and play.later.rank == rank else None
+    if play.later:
+        _abort_when(failed, abort)
     error, hint, at, news = "", "", (-1, -1), []
     try:
         for step in range(play.steps):
+            if later and later.step == step:
+                _flip_later(member, group, later)
             member.compute(step)
             member.commit(step)
             news += member.plan_lines()
-    except GradientsDiffer as found:
+            if later and (later.where, later.step) == ("state", step):
+                _flip_bit(member._state.values[0])
+    except ResultsDiffer as found:
         error, hint, at = found.message, found.hint, (found.step, found.shard)
+    except Aborted:
+        error = "aborted"
+    if play.later and error:  # only one member raises; the coordinator ends the others
+        failed.fill_(1)
+        return Ended("", member.steps_applied(), error, hint, at, news, len(begun))
     group.gather(b"")
     member.synchronise()
     applied = member.steps_applied()
@@ -120,6 +150,51 @@ def train(segments: SegmentClient, rank: int, play: Play) -> Ended:
     group.gather(b"")
     group.close()
     return Ended(sha256, applied, error, hint, at, news, len(begun))
+
+
+def _abort_when(failed: torch.Tensor, abort: Abort) -> None:
+    def look() -> None:
+        while not int(failed[0]):
+            time.sleep(0.005)
+        abort.set("the run ends")
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def _flip_bit(values: torch.Tensor) -> None:
+    values.view(torch.int32)[int(values.abs().argmax())] ^= 1 << 20
+
+
+def _flip_later(member: DataParallelReplica, group: Exchange, flip: LaterFlip) -> None:
+    """The next time that this member adds up a tile, updates a tile or measures its part of the norm."""
+    match flip.where:
+        case "sum":
+            reduce, calls = group._reduce, []  # type: ignore[attr-defined]
+
+            def added(tile: int, out: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = reduce(tile, out)
+                calls.append(tile)
+                if len(calls) == 1:
+                    _flip_bit(found)
+                return found
+
+            group._reduce = added  # type: ignore[attr-defined]
+        case "update":
+            apply = member._updates.apply
+
+            def applied(step: int, gradients: dict[int, torch.Tensor], *others: Any) -> None:
+                apply(step, gradients, *others)
+                if step == flip.step and min(gradients) == member._tiles[0]:
+                    _flip_bit(member._state.values[min(gradients)])
+
+            member._updates.apply = applied  # type: ignore[method-assign]
+        case "norm":
+            share = group.share_squares
+
+            def shared(mine: dict[int, float]) -> list[float]:
+                return share({tile: square * 1.25 for tile, square in mine.items()})
+
+            group.share_squares = shared  # type: ignore[method-assign]
 
 
 def _flip(prepared: PreparedAllReduce, flips: list[Flip], seed: int, steps: int, shards: int) -> list[Any]:

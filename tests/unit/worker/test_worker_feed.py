@@ -144,6 +144,16 @@ def test_the_next_steps_are_read_ahead_and_no_further_than_until(tmp_path: Path)
         assert left == [], "nothing is asked for or kept that nobody will take"
 
 
+def test_a_batch_that_is_fetched_again_is_right_and_no_later_one_is_read_for_it() -> None:
+    units = [(0, 1), (1, 2), (2, 3)]
+    with feed(Table()) as it:
+        it.expect(units, until=1)
+        for unit in [*units, (0, 1), (3, 4), (1, 2)]:  # own ones, own ones again, and another member's
+            check(it.fetch(0, *unit), expected(0, unit))
+        left = [shard for shard in range(SHARDS) if it._readers._knows((0, shard))]  # type: ignore[union-attr]
+        assert left == [], "nothing is asked for or kept that nobody will take"
+
+
 def test_groups_are_read_one_after_the_other_through_the_steps_of_a_round(tmp_path: Path) -> None:
     log, stride, steps = tmp_path / "read", 4, 6
     groups: list[list[Range]] = [[(0, 1), (1, 2)], [(2, 3), (3, 4)]]

@@ -92,7 +92,7 @@ class DeviceReplica(DataParallelReplica):
         of_parameters = sums[: self._parameter_stretches]
         torch._foreach_mul_(of_parameters, scale)
         if self._job.clip_norm is not None:
-            clip = self._clip_factor(1.0)
+            clip = self._clip_factor(1.0, step)
             if clip < 1.0:
                 torch._foreach_mul_(of_parameters, clip)
         gradients = {tile: self.exchange.reduced(tile) for tile in self._tiles}
@@ -110,7 +110,7 @@ class DeviceReplica(DataParallelReplica):
         last = self._computer.layout.parameter_tiles
         return sum(1 for stretch in self.exchange.stretches if stretch.tiles.stop <= last)
 
-    def _clip_factor(self, scale: float) -> float:
+    def _clip_factor(self, scale: float, step: int) -> float:
         """As on the host: the norm is taken per tile in float64. One operation handles all tiles of one size."""
         assert self._job.clip_norm is not None
         sums = self.exchange.reduced_stretches()

@@ -72,6 +72,7 @@ from distbelief.strategies.base import (
 )
 from distbelief.strategies.dataparallel.agreement import MixedDevices, agree_on_state
 from distbelief.strategies.dataparallel.committed import CommittedModel
+from distbelief.strategies.dataparallel.witness import Witness
 from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult
 from distbelief.strategies.flatmodel.copying import TileCopies
 from distbelief.strategies.flatmodel.recheck import Recheck
@@ -149,6 +150,9 @@ class DataParallelReplica(TileCopies):
         self._is_rechecked = False
         """Whether the step under way is rechecked."""
         self._news: list[str] = []
+        self._witness = None
+        if seat.recheck.whole and exchange.shares_state and exchange.size > 1:
+            self._witness = Witness(computer, recipe, seat, self._state, exchange)
 
     def _agree(self, begin_from: BeginFrom) -> None:
         """Agree on the generation's state before any other use of it."""
@@ -387,24 +391,37 @@ class DataParallelReplica(TileCopies):
             self._finish_copies()
         factor, within = scale, 1.0  # factors of the gradients: in a pass of its own, and within the optimizer's pass
         if self._job.clip_norm is not None:
-            factor = self._clip_factor(scale)
+            factor = self._clip_factor(scale, step)
         elif self._updates.may_scale(scale):
             factor, within = 1.0, scale
         rate = self._job.rate_factor(step)
+        if self._witness:
+            gradient, average = partial(self._reduced, factor=factor), partial(self._average, units)
+            self._witness.expect(step, gradient, average, rate, untouched, within)
         for some in self._tiles_at_once:
             gradients = {tile: self._reduced(tile, factor) for tile in some if not self._state.has(tile, step)}
             for tile in gradients:
                 self._state.open(tile, step)
             self._updates.apply(step, gradients, rate, untouched, within)
             for tile in gradients:
-                self._state.close(tile, step)
+                self._close(tile, step)
         for tile in self._buffer_tiles:
             if self._state.has(tile, step):  # the generation that began this commit has updated it
                 continue
-            average = self._reduced(tile).div_(units)
+            values = self._average(units, tile)
             self._state.open(tile, step)
-            set_buffers(self._state.values[tile], average, self._computer.layout.pieces[tile], untouched)
-            self._state.close(tile, step)
+            set_buffers(self._state.values[tile], values, self._computer.layout.pieces[tile], untouched)
+            self._close(tile, step)
+
+    def _close(self, tile: int, step: int) -> None:
+        """A tile of this member has the step."""
+        if self._witness:
+            self._witness.confirm(step, tile)
+        self._state.close(tile, step)
+
+    def _average(self, units: int, tile: int) -> torch.Tensor:
+        """The average of a tile of float buffers over the step's shards."""
+        return self._reduced(tile).div_(units)
 
     def _reduced(self, tile: int, factor: float = 1.0) -> torch.Tensor:
         """The step's sum of a tile, times the factor."""
@@ -413,19 +430,25 @@ class DataParallelReplica(TileCopies):
         self.comm_s += time.perf_counter() - started
         return gradient
 
-    def _clip_factor(self, scale: float) -> float:
+    def _clip_factor(self, scale: float, step: int) -> float:
         """Scale the gradients; then min(1, limit / norm). The norm is taken per tile in float64, and tiles are the
         same for any number of members."""
         assert self._job.clip_norm is not None
-        squares = {}
-        for tile in self._tiles:
-            gradient = self._reduced(tile, scale)
-            squares[tile] = float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+        squares = self._squares(self._tiles, scale)
         started = time.perf_counter()
         everybody = self.exchange.share_squares(squares)
         self.comm_s += time.perf_counter() - started
+        if self._witness:
+            self._witness.confirm_squares(step, self._squares(self._witness.parameter_tiles, scale), everybody)
         norm = math.sqrt(math.fsum(everybody))
         return min(1.0, self._job.clip_norm / (norm + 1e-6))
+
+    def _squares(self, tiles: Sequence[int], scale: float) -> dict[int, float]:
+        """Scale the gradients of these tiles; their squared norms."""
+        return {
+            tile: float(torch.linalg.vector_norm(self._reduced(tile, scale), dtype=torch.float64)) ** 2
+            for tile in tiles
+        }
 
     def measure(self, tasks: Sequence[Task], measure: Callable[[Task, Any, Any], None]) -> None:
         rank, size = self.exchange.rank, self.exchange.size

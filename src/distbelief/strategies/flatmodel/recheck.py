@@ -9,10 +9,10 @@ generation takes over were rechecked before.
 2. The checker computes the shard into memory of its own. All members exchange their checksums (`Group.gather`).
 3. On a difference the owner computes all of its shards again, the checker computes the shard again, and a third member
    computes it too. All members come to the same verdict (rules/rechecks.py): the owner's new gradients are used, with a
-   notice, or GradientsDiffer is raised.
+   notice, or ResultsDiffer is raised.
 
-What is covered: everything that leads to a shard's gradients, from the samples to the slot. Not covered: the addition
-of partial sums and the optimizer, which one member does for each tile.
+What is covered: everything that leads to a shard's gradients, from the samples to the slot. The addition of partial
+sums and the optimizer are not; with `--recheck all` on one host, dataparallel/witness.py covers them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import cached_property
 import msgspec
 import torch
 
-from distbelief.errors import GradientsDiffer
+from distbelief.errors import ResultsDiffer
 from distbelief.strategies.base import Seat
 from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.rules.rechecks import (
@@ -93,7 +93,12 @@ class Recheck:
                 require_memory("rechecks", self._layout.size_bytes)
             elif self._layout.size_bytes > free_memory_bytes():
                 return None
-        return memory_on(self._device, self._layout.size_bytes)
+        try:
+            return memory_on(self._device, self._layout.size_bytes)
+        except torch.OutOfMemoryError:
+            if self._seat.recheck.whole:
+                raise
+            return None
 
     @cached_property
     def _hosts(self) -> Sequence[str]:
@@ -140,7 +145,7 @@ class Recheck:
 
     def compare(self, step: int, redo: Callable[[], None]) -> list[str]:
         """Collective call: returns when all rechecked shards of the step agree; otherwise all members raise
-        GradientsDiffer. `redo` computes all of this member's own shards again. Returns notices about differences that
+        ResultsDiffer. `redo` computes all of this member's own shards again. Returns notices about differences that
         have passed, on rank 0."""
         size, rank = len(self._seat.ranges), self._seat.rank
         shift = choose_shift(self._seed, step, self._shifts)
@@ -165,7 +170,7 @@ class Recheck:
             )
             parts = zip(self._layout.entries, again[owner].owned_parts, again[checker].checked_parts, strict=True)
             names = [entry.name for entry, one, other in parts if one != other]
-            dispute = Dispute(step, shard, verdict, self._names(), names)
+            dispute = Dispute(step, shard, verdict, member_names(self._seat), names)
             if verdict.kind != "passing" or shard in settled:
                 raise self._error(dispute)
             settled.add(shard)
@@ -199,17 +204,20 @@ class Recheck:
     def _exchange(self, mine: _Found) -> list[_Found]:
         return [msgspec.msgpack.decode(one, type=_Found) for one in self._gather(msgspec.msgpack.encode(mine))]
 
-    def _names(self) -> dict[int, str]:
-        workers, hosts = self._seat.workers or range(len(self._hosts)), self._hosts
-        return {r: f"worker {worker} on {hosts[r] or 'this host'}" for r, worker in enumerate(workers)}
-
-    def _error(self, dispute: Dispute) -> GradientsDiffer:
+    def _error(self, dispute: Dispute) -> ResultsDiffer:
         step, plan = dispute.step, self._seat.recheck
         before = last_recheck(self._seed, step, plan)
         while before in self._missed:
             before = last_recheck(self._seed, before, plan)
         message = f"{dispute.message()}. {last_good(step, plan, before)}"
-        return GradientsDiffer(message, dispute.hint(), step, dispute.shard)
+        return ResultsDiffer(message, dispute.hint(), step, dispute.shard)
+
+
+def member_names(seat: Seat) -> dict[int, str]:
+    """Rank -> worker and host, for people."""
+    workers = seat.workers or range(len(seat.ranges))
+    hosts = seat.hosts or [""] * len(seat.ranges)
+    return {rank: f"worker {worker} on {hosts[rank] or 'this host'}" for rank, worker in enumerate(workers)}
 
 
 def _differ(found: Sequence[_Found], shard: int, pair: tuple[int, int]) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -170,6 +171,20 @@ class ReplicaState:
 
     def close(self, tile: int, step: int) -> None:
         self._stamps[1 + tile] = 2 * step + 2
+
+    def undo(self, tile: int) -> None:
+        """Put back the old bytes of a tile that this member has open."""
+        assert self._undo_log is not None
+        tile, step = self._undo_log.holds
+        self._undo_log.restore(self._current[tile])
+        self._stamps[1 + tile] = 2 * step
+
+    def checksum(self, tile: int) -> int:
+        """A CRC-32 of a tile's values and optimizer state."""
+        found = 0
+        for current in self._current[tile]:
+            found = zlib.crc32(current.numpy().data, found)
+        return found
 
     def open_all(self, step: int) -> None:
         """Open all tiles, where there is no undo log."""

@@ -12,7 +12,7 @@ from distbelief.options import NEVER, RecheckPlan, recheck_plan
 from distbelief.shards import Schedule
 from distbelief.strategies.flatmodel.rules.rechecks import next_recheck
 from tests.support.replicas.dying import POINTS, Death, Script, Survived
-from tests.support.replicas.flipping import FLIPPED, Ended, Flip, Play
+from tests.support.replicas.flipping import FLIPPED, Ended, Flip, LaterFlip, Play
 from tests.support.replicas.member import GLOBAL_BATCH, SAMPLES
 from tests.support.stage import Stage
 
@@ -53,6 +53,12 @@ def test_a_recheck_of_every_shard_changes_no_bit_and_computes_each_twice(
     assert not any(one.error or one.news for one in found)
     schedule = Schedule(SAMPLES, GLOBAL_BATCH, SHARDS)
     assert sum(one.computed for one in found) == 2 * sum(schedule.occupied(step) for step in range(STEPS))
+
+
+def test_without_clipping_too(stage: Stage) -> None:
+    """Then each sum is requested once, and all go through one buffer."""
+    never, every = (play(stage, Play(THREE, STEPS, plan, clips=False))[0] for plan in (NEVER, ALL))
+    assert (every.sha256, every.error) == (never.sha256, "")
 
 
 def test_without_a_recheck_one_flipped_bit_changes_the_weights(stage: Stage, twin: str) -> None:
@@ -152,6 +158,32 @@ def test_code_that_counts_its_calls_is_told_from_a_machine_that_computes_wrongly
     assert found[0].applied == 0
     assert "were others each time" in found[0].error
     assert "keeps state of its own" in found[0].hint
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("where", "clips"),
+    [("sum", True), ("update", True), ("norm", True), ("state", True), ("sum", False), ("update", False)],
+)
+def test_on_one_host_a_flip_after_the_gradients_is_caught_before_the_commit(
+    stage: Stage, where: str, clips: bool, rank: int
+) -> None:
+    """In a sum, an update, the norm for clipping, or in the state between two steps: the run ends."""
+    script = Play(THREE, STEPS, ALL, hosts=("ant",) * 3, later=LaterFlip(rank, 2, where), clips=clips)
+    found = stage.play(MEMBER, "train", [{"rank": number, "play": script} for number in range(3)])
+    step = 3 if where == "state" else 2
+    assert {one.applied for one in found} == {step}, "the step is not committed"
+    errors = [one.error for one in found if one.error != "aborted"]
+    assert errors
+    for error in errors:
+        assert "got different values of" in error
+        assert f"Step {step} was not committed. The last good step is {step - 1}" in error
+        assert error.count("on ant") == 2, "owner and witness are named"
+
+
+def test_without_rechecks_such_flips_change_the_weights(stage: Stage, twin: str) -> None:
+    for where in ("sum", "update", "norm", "state"):
+        assert play(stage, Play(THREE, STEPS, later=LaterFlip(1, 2, where)))[0].sha256 != twin, where
 
 
 NEW_POINTS = ["in a recheck", "before the comparison", "after the comparison"]
