@@ -1,4 +1,5 @@
-"""Limits on processes in a real control group: a start fails and says why, and is tried again; nothing else ends."""
+"""Limits of the machine. On processes, in a real control group: a start fails, says why and is tried again, and nothing
+else ends. On open files: raised."""
 
 from __future__ import annotations
 
@@ -115,3 +116,17 @@ def test_readers_that_cannot_be_forked_are_forked_when_there_is_room(group: Grou
         f"could not be started: no more processes are allowed here (pids.max of the control group {group.folder}"
         in said
     )
+
+
+def test_every_process_of_a_run_may_open_as_many_files_as_the_hard_limit_allows(
+    start: Start, tmp_path: Path, wait_until: Wait
+) -> None:
+    few = ["/bin/sh", "-c", 'ulimit -Sn 256 && ulimit -Hn 3000 && exec "$@"', "few"]
+    job = [JOBS / "small.py", "--set", "hold_step=3", "--strategy", "ps:sync", "--workers", 2]
+    run = Watched(lambda *arguments: start(*arguments, prefix=few), tmp_path, wait_until, *job)
+    run.after(3)
+    processes = [psutil.Process(run.run.pid), *psutil.Process(run.run.pid).children(recursive=True)]
+    assert {*run.members().values(), *run.servers().values(), run.coordinator()} <= {one.pid for one in processes}
+    limits = {one.pid: one.rlimit(psutil.RLIMIT_NOFILE) for one in processes}
+    assert set(limits.values()) == {(3000, 3000)}, limits
+    run.result()

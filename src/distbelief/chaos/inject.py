@@ -49,7 +49,11 @@ class Victim:
     def alive(self) -> bool:
         """Whether the process runs. A zombie counts as dead: it does nothing any more."""
         with self._lock:
-            return self._fd >= 0 and not select.select([self._fd], [], [], 0)[0]
+            if self._fd < 0:
+                return False
+            exit_seen = select.poll()
+            exit_seen.register(self._fd, select.POLLIN)
+            return not exit_seen.poll(0)
 
     def kill(self) -> bool:
         with self._lock:

@@ -31,7 +31,7 @@ from distbelief.coordinator.rules.replay import resumed
 from distbelief.coordinator.rules.state import RunConfig, resume
 from distbelief.coordinator.runfiles import MetricsFile, reported
 from distbelief.errors import DistBeliefError
-from distbelief.lifeline import die_with_parent
+from distbelief.lifeline import allow_open_files, die_with_parent
 
 _MAX_ORDER_BYTES = 1 << 20
 
@@ -80,6 +80,7 @@ class EngineLink:
 
 def main() -> int:
     die_with_parent(os.getppid())
+    allow_open_files()
     engine = EngineLink(0)
     try:
         return _run(_read_order(0), engine)

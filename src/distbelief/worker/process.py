@@ -43,6 +43,7 @@ from distbelief.control.messages import (
     WorkerReady,
 )
 from distbelief.data.readers import ReadersLost
+from distbelief.lifeline import allow_open_files
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import DeathWatch
@@ -90,6 +91,7 @@ def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: 
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the engine decides
     for number in (signal.SIGTERM, *([signal.SIGINT] if by_hand else [])):
         signal.signal(number, lambda number, frame: os._exit(0))  # nothing depends on this worker yet
+    allow_open_files()  # a worker by hand has not inherited it from an agent
     torch.set_num_threads(spec.options.threads)
     # Use the interface that reaches the coordinator; the host's name may resolve to another one.
     use_interface(interface_to(spec.address))
