@@ -36,7 +36,7 @@ def folders(membership: str, controller: str) -> list[PurePosixPath]:
     """The folders below /sys/fs/cgroup that may have this controller's files for a process, the innermost group first.
 
     `membership`: the text of /proc/self/cgroup. A container often sees only its own group, mounted as the root, but the
-    path from outside; so every folder on the path is listed, and those that do not exist are skipped by the caller.
+    path from outside; so every folder on the path is listed, and the caller skips folders that do not exist.
 
     >>> [str(folder) for folder in folders("0::/jobs/7", "memory")][:3]
     ['jobs/7', 'jobs', '.']

@@ -3,7 +3,7 @@
 The thread reads the step and the members from the run directory. It acts with signals, requests for a number of
 workers, and a relay that can be cut. A fault with a number hits that worker, or a living worker if that one is gone. A
 fault without a number hits a random worker. A fault that may end a worker waits until another worker would remain, and
-a fault that ends a parameter server waits until other servers have all of its data.
+a fault that ends a parameter server waits until other servers have all of its data. `random_schedule` makes schedules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import psutil
 import distbelief.chaos.rules.schedule as timeline
 from distbelief.chaos.follow import RunFollower, Seen
 from distbelief.chaos.relay import Relay
-from distbelief.chaos.rules.schedule import Fault
+from distbelief.chaos.rules.schedule import KINDS, WORKER_FAULTS, Fault, When, write
 from distbelief.chaos.rules.verdict import ENDS_A_WORKER, Note, Record
 from distbelief.errors import DistBeliefError
 from distbelief.lifeline import READER
@@ -50,7 +50,11 @@ class Victim:
     def alive(self) -> bool:
         """Whether the process runs. A zombie counts as dead: it does nothing any more."""
         with self._lock:
-            return self._fd >= 0 and not select.select([self._fd], [], [], 0)[0]
+            if self._fd < 0:
+                return False
+            exit_seen = select.poll()
+            exit_seen.register(self._fd, select.POLLIN)
+            return not exit_seen.poll(0)
 
     def kill(self) -> bool:
         with self._lock:
@@ -369,3 +373,43 @@ class Injector:
 
 def _why_not(fault: Fault) -> str:
     return "no reader process was found" if fault.kind == "kill reader" else "no member would have been left"
+
+
+# --- random schedules ------------------------------------------------------------------------------------------------
+
+FEWEST, MOST = 3, 6
+SHORTEST_S, LONGEST_S = 0.1, 2.0
+LAST_PART = 0.8
+"""No fault is planned in the last fifth of a run: the run would often end before its answer to the fault."""
+
+
+def random_schedule(seed: int, workers: int, steps: int, servers: int = 0, readers: int = 0) -> str:
+    """A few faults of any kind, spread over the run, as a schedule's text. A single parameter server is never killed:
+    no other server has its data. `readers`: the reader processes of a worker.
+
+    >>> random_schedule(1, 4, 100) == random_schedule(1, 4, 100)
+    True
+    """
+    dice = random.Random(seed)
+    number = dice.randint(FEWEST, MOST)
+    # Each kind at most once before any repeats, so that a few schedules cover all kinds.
+    impossible = {"kill server"} if servers < 2 else set()
+    impossible |= {"kill reader"} if readers == 0 else set()
+    possible = [kind for kind in KINDS if kind not in impossible]
+    kinds = dice.sample(possible, k=len(possible))[:number]
+    last = max(1, int(steps * LAST_PART))
+    places = sorted(dice.randint(1, last) for _ in kinds)
+    return write(tuple(_fault(dice, kind, workers, step) for kind, step in zip(kinds, places, strict=True)))
+
+
+def _fault(dice: random.Random, kind: str, workers: int, step: int) -> Fault:
+    numbered = kind in WORKER_FAULTS and dice.random() < 0.5
+    return Fault(
+        kind,
+        worker=dice.randrange(workers) if numbered else None,
+        when=When(step),
+        for_s=round(dice.uniform(SHORTEST_S, LONGEST_S), 1) if kind in ("freeze worker", "cut worker") else None,
+        factor=float(dice.randint(2, 5)) if kind == "slow worker" else 1.0,
+        # With one worker left, no other worker could take over after the next kill.
+        count=dice.randint(2, max(2, workers + 1)) if kind == "scale" else 0,
+    )

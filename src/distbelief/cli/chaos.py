@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from distbelief.chaos.randomly import random_schedule
 from distbelief.chaos.rules.schedule import Fault, check, parse
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.cli.options import JobFile, Settings
@@ -107,6 +106,7 @@ def _trials(
     plan: Plan, twin: Evidence, schedule: tuple[Fault, ...], random: int, seed: int, stream: TextIO
 ) -> Iterator[tuple[str, FaultyRun, Verdict]]:
     """Each schedule with its run and verdict; a bad verdict is the last."""
+    from distbelief.chaos.inject import random_schedule
     from distbelief.chaos.report import totals
     from distbelief.chaos.rules.schedule import write
     from distbelief.chaos.rules.verdict import judge

@@ -35,7 +35,7 @@ from distbelief.coordinator.rules.replay import resumed
 from distbelief.coordinator.rules.state import RunConfig, resume
 from distbelief.coordinator.runfiles import reported
 from distbelief.errors import DistBeliefError
-from distbelief.lifeline import die_with_parent
+from distbelief.lifeline import allow_open_files, die_with_parent
 from distbelief.steadyclock import CLOCK
 
 _MAX_ORDER_BYTES = 1 << 20
@@ -91,6 +91,7 @@ class EngineLink:
 
 def main() -> int:
     die_with_parent(os.getppid())
+    allow_open_files()
     engine = EngineLink(0)
     try:
         return _run(_read_order(0), engine)

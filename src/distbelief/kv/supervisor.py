@@ -40,6 +40,7 @@ from distbelief.kv.rules import supervision
 from distbelief.kv.service import CONNECTION_FILE, Connection, this_boot, write_connection_file
 from distbelief.launch.pollloop import PollLoop
 from distbelief.launch.processes import LogPipe, NotStarted, Zygote
+from distbelief.lifeline import allow_open_files
 from distbelief.transport.shm.memfd import free_memory_bytes, receive_message
 from distbelief.transport.shm.segmentserver import SegmentServer
 
@@ -107,6 +108,7 @@ class Supervisor:
     def _begin(self) -> None:
         options, stack = self._options, self._stack
         stack.callback(self._segments.close)
+        allow_open_files()
         context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
         try:
             self._socket, self.address = bind(context, self._authority.keys(), options.listen)

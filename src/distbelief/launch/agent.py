@@ -33,6 +33,7 @@ from distbelief.launch.hosting import Hosting, Role, StoreAddress
 from distbelief.launch.launch import Launch
 from distbelief.launch.pollloop import PollLoop
 from distbelief.launch.processes import LogLine, LogPipe
+from distbelief.lifeline import allow_open_files
 
 HASTE_S = 0.3
 GRACE_S = 3.0  # how long processes may take to end by themselves
@@ -60,6 +61,7 @@ class Agent:
     ) -> None:
         """`show` gets every line that a member prints. `broken` is called when this host can start no more members.
         `elsewhere`: the address of torch's rendezvous store, for the agent of another host."""
+        allow_open_files()  # before the first child, which inherits the limit
         self.host = host
         self.room = room
         self.poll = PollLoop()

@@ -43,6 +43,7 @@ from distbelief.control.messages import (
     WorkerReady,
 )
 from distbelief.data.readers import ReadersLost
+from distbelief.lifeline import allow_open_files
 from distbelief.options import NEVER, recheck_plan
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
 from distbelief.transport.abort import Abort, Aborted
@@ -94,6 +95,7 @@ def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: 
         leaving += [signal.SIGINT, *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP])]
     for number in leaving:
         signal.signal(number, lambda number, frame: os._exit(0))  # nothing depends on this worker yet
+    allow_open_files()  # a worker by hand has not inherited it from an agent
     torch.set_num_threads(spec.options.threads)
     # Use the interface that reaches the coordinator; the host's name may resolve to another one.
     use_interface(interface_to(spec.address))

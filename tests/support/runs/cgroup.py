@@ -16,6 +16,7 @@ from distbelief.controlgroups import MEMBERSHIP, ROOT, folders
 
 LIMITS = {"memory": ("memory.max", "memory.limit_in_bytes"), "pids": ("pids.max", "pids.max")}
 """Controller -> the file of its limit, in version 2 and in version 1."""
+USED = {"memory": ("memory.current", "memory.usage_in_bytes"), "pids": ("pids.current", "pids.current")}
 
 
 class Group:
@@ -34,6 +35,10 @@ class Group:
         names = LIMITS[controller]
         name = next(name for name in names if (self.folder / name).exists())
         (self.folder / name).write_text(f"{most}\n")
+
+    def used(self, controller: str) -> int:
+        name = next(name for name in USED[controller] if (self.folder / name).exists())
+        return int((self.folder / name).read_text())
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distbelief.chaos import randomly
-from distbelief.chaos.randomly import random_schedule
+from distbelief.chaos import inject
+from distbelief.chaos.inject import random_schedule
 from distbelief.chaos.rules import schedule
 from distbelief.chaos.rules.schedule import KINDS, LASTING, NUMBERED, Fault, ScheduleError, When, check, parse, write
 
@@ -179,4 +179,4 @@ def test_random_schedules_of_any_size(workers: int, steps: int) -> None:
 
 def test_the_examples_in_the_docstrings() -> None:
     assert doctest.testmod(schedule).failed == 0
-    assert doctest.testmod(randomly).failed == 0
+    assert doctest.testmod(inject).failed == 0

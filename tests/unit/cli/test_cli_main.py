@@ -92,6 +92,24 @@ def test_an_interrupt_is_130(error: BaseException) -> None:
     assert "error" in json.loads(result.stdout)
 
 
+@pytest.mark.parametrize("error", ["EOFError()", "BrokenPipeError(32, 'pipe')"])
+def test_an_end_inside_of_the_program_is_no_abort(error: str) -> None:
+    """typer says "Aborted." of the first, and nothing of the second."""
+    code = f"from {__name__} import command_that_raises as made; made({error})(['fail'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("RuntimeError: a process ")
+    assert "Aborted" not in done.stderr
+
+
+def test_a_reader_that_has_gone_away_is_told_nothing() -> None:
+    """As after `| head`."""
+    code = f"from {__name__} import command_that_raises as made; made(BrokenPipeError(32, 'pipe'))(['fail'])"
+    command = f'exec {sys.executable} -c "{code}" | true'
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=300)
+    assert done.stderr == ""
+
+
 def test_a_fault_of_ours_is_not_hidden() -> None:
     result = CliRunner().invoke(command_that_raises(ZeroDivisionError("ours")), ["fail"])
     assert isinstance(result.exception, ZeroDivisionError)

@@ -15,7 +15,7 @@ FORGIVEN_S = 60.0
 """The time after which a death of a run of few workers does not count any more."""
 LONGEST_S = 60.0
 _MOST_OVER = 8.0  # by then the pause is the longest one
-_CROWD = 8  # so many more workers double the deaths that are usual
+_CROWD = 8  # this number of workers more doubles the deaths that are usual
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Deaths:
         return sorted(self.suspects.intersection(samples))
 
     def died(self, samples: Iterable[int]) -> Deaths:
-        """A reader died. `samples`: those that it was reading; empty: it was idle."""
+        """A reader died. `samples`: what it was reading; empty: it was idle."""
         found = frozenset(samples)
         return Deaths(self.suspects | found, self.idle if found else self.idle + 1)
 

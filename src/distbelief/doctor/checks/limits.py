@@ -134,12 +134,13 @@ def probe_openfiles() -> OpenFiles:
 
 
 def judge_openfiles(found: OpenFiles) -> Finding:
+    """A run raises the soft limit to the hard one by itself."""
     text = f"a process may have {_many(found.soft)} open"
-    if 0 <= found.soft < LEAST_OPEN_FILES:
-        can = found.hard < 0 or found.hard >= LEAST_OPEN_FILES
-        how = "ulimit -n 4096" if can else "raise nofile in /etc/security/limits.conf, or of the container"
+    raised = 0 <= found.soft < LEAST_OPEN_FILES
+    if 0 <= found.hard < LEAST_OPEN_FILES:
+        how = "raise nofile in /etc/security/limits.conf, or of the container"
         return problem("open files", f"{text}, and no more than {_many(found.hard)}", how)
-    return ok("open files", text)
+    return ok("open files", f"{text}; a run raises that to {_many(found.hard)}" if raised else text)
 
 
 def _many(limit: int) -> str:

@@ -16,7 +16,7 @@ from distbelief.errors import DistBeliefError, NotEnoughMemory
 from distbelief.transport.shm.memfd import receive_message, send_message
 
 _MAP_FIXED = 0x10
-_SOON_S = 0.05
+_SOON_MS = 50
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -92,7 +92,9 @@ class SegmentClient:
         again later."""
         is_new = self._ask(name, size_bytes)
         while name in self._asked:
-            if not select.select([self._sock], [], [], _SOON_S if is_new else 0)[0]:
+            answered = select.poll()  # not select.select, which refuses descriptors above 1023
+            answered.register(self._sock, select.POLLIN)
+            if not answered.poll(_SOON_MS if is_new else 0):
                 return None
             self._hear()
         return self._given(name)

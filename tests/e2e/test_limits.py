@@ -1,7 +1,10 @@
-"""Limits on processes in a real control group: a start fails and says why, and is tried again; nothing else ends."""
+"""Limits of the machine, in real control groups. On processes: a start fails, says why and is tried again, and nothing
+else ends. On memory: the cache of files is no obstacle. On open files: raised."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -115,3 +118,42 @@ def test_readers_that_cannot_be_forked_are_forked_when_there_is_room(group: Grou
         f"could not be started: no more processes are allowed here (pids.max of the control group {group.folder}"
         in said
     )
+
+
+def test_a_regroup_in_a_container_that_is_full_of_page_cache(start: Start, tmp_path: Path, wait_until: Wait) -> None:
+    """A worker is killed when less of the container's limit is unused than the others' new slots and its replacement
+    need: the cache gives way."""
+    large = tmp_path / "large"
+    with large.open("wb") as file:
+        file.truncate(1 << 30)
+    with limited({"memory": 1 << 40}) as group:
+        job = [JOBS / "small.py", "--set", "hold_step=6", "--set", "width=400000"]  # 14 MB of parameters
+        inside = group.inside
+        run = Watched(lambda *arguments: start(*arguments, prefix=inside), tmp_path, wait_until, *job, "--workers", 3)
+        run.after(6)
+        limit = group.used("memory") + (700 << 20)
+        group.limit("memory", limit)
+        refill = f"while cat {large} > /dev/null; do sleep 0.1; done"  # also what the dead worker leaves unused
+        cache = subprocess.Popen([*inside, "/bin/sh", "-c", refill], start_new_session=True)
+        try:
+            wait_until(lambda: limit - group.used("memory") < 16 << 20)
+            run.kill([2])
+            run.wait_until(lambda: len(run.members()) == 3 and max(run.members()) > 2)
+            assert run.result()["weights_sha256"] == undisturbed(*job)
+        finally:
+            os.killpg(cache.pid, signal.SIGKILL)
+            cache.wait()
+
+
+def test_every_process_of_a_run_may_open_as_many_files_as_the_hard_limit_allows(
+    start: Start, tmp_path: Path, wait_until: Wait
+) -> None:
+    few = ["/bin/sh", "-c", 'ulimit -Sn 256 && ulimit -Hn 3000 && exec "$@"', "few"]
+    job = [JOBS / "small.py", "--set", "hold_step=3", "--strategy", "ps:sync", "--workers", 2]
+    run = Watched(lambda *arguments: start(*arguments, prefix=few), tmp_path, wait_until, *job)
+    run.after(3)
+    processes = [psutil.Process(run.run.pid), *psutil.Process(run.run.pid).children(recursive=True)]
+    assert {*run.members().values(), *run.servers().values(), run.coordinator()} <= {one.pid for one in processes}
+    limits = {one.pid: one.rlimit(psutil.RLIMIT_NOFILE) for one in processes}
+    assert set(limits.values()) == {(3000, 3000)}, limits
+    run.result()
