@@ -23,6 +23,7 @@ import psutil
 
 import distbelief.chaos.rules.schedule as timeline
 from distbelief.chaos.follow import RunFollower, Seen
+from distbelief.chaos.fulldisk import FullDisk
 from distbelief.chaos.relay import Relay
 from distbelief.chaos.rules.schedule import Fault
 from distbelief.chaos.rules.verdict import ENDS_A_WORKER, Note, Record
@@ -164,6 +165,7 @@ class Injector:
         say: Callable[[str], None],
     ) -> None:
         self.notes: list[Note] = []
+        self._run_dir = run_dir
         self._follower = RunFollower(run_dir)
         self._pending = timeline.begin(faults)
         self._waiting: list[Fault] = []
@@ -244,6 +246,8 @@ class Injector:
                 return self._kill_coordinator(fault)
             case "kill server":
                 return self._kill_server(fault, seen)
+            case "fill disk":
+                return self._fill_disk(fault)
             case "join" | "scale":
                 self._wanted = fault.count if fault.kind == "scale" else self._wanted + 1
                 self._note(fault, f"asked for {self._wanted} workers")
@@ -328,6 +332,12 @@ class Injector:
         self._note(fault, f"server {server}, process {victim.pid}", server=server)
         victim.kill()
         victim.close()
+        return True
+
+    def _fill_disk(self, fault: Fault) -> bool:
+        disk = FullDisk(self._run_dir.parent)  # beside the run: its own directory holds its own files only
+        self._note(fault, f"{disk.fill() >> 10} KiB")
+        self._lasts(fault, -1, disk.free)
         return True
 
     def _note(self, fault: Fault, whom: str, worker: int | None = None, server: int | None = None) -> None:

@@ -290,7 +290,25 @@ def _is_missing(replica: Replica, applied: int) -> bool:
     return replica.exchange.gather(b"missing" if replica.note()[0] != applied else b"done")[0] == b"missing"
 
 
-def report_again(replica: Seated, progress: Progress, reported: int) -> None:
+@dataclass(frozen=True)
+class LastReports:
+    """What a replica remembered at the end of its generation: a coordinator that was away then asks for it later."""
+
+    steps: list[Applied]
+    evaluated: tuple[int, bytes]
+
+    @classmethod
+    def of(cls, replica: Seated) -> LastReports:
+        return cls(replica.remembered(0), replica.note())
+
+    def remembered(self, first: int) -> list[Applied]:
+        return [one for one in self.steps if one.step >= first]
+
+    def note(self) -> tuple[int, bytes]:
+        return self.evaluated
+
+
+def report_again(replica: Seated | LastReports, progress: Progress, reported: int) -> None:
     """Repeat reports that earlier members or a coordinator may have lost. Any member can do it."""
     for one in replica.remembered(reported):
         _report(progress, one)
@@ -303,6 +321,6 @@ def _report(progress: Progress, one: Applied) -> None:
     progress.reports.append(StepReport(one.step, one.loss, one.samples, one.fingerprint, one.at, one.generation))
 
 
-def _last_evaluation(replica: Seated) -> tuple[int, dict[str, float]]:
+def _last_evaluation(replica: Seated | LastReports) -> tuple[int, dict[str, float]]:
     evaluated, content = replica.note()
     return evaluated, json.loads(content) if content else {}
