@@ -206,10 +206,12 @@ def resume_run(
     from dataclasses import replace
 
     from distbelief.launch.launch import Placement, read_launch
-    from distbelief.launch.rundir import ended
+    from distbelief.launch.rundir import ended, mend_journal
     from distbelief.strategies import learn_alike, parse
 
     launch = read_launch(run_dir)
+    if notice := mend_journal(run_dir, launch.checkpoint_folder if launch.options.saves else ""):
+        view.log("journal", notice)
     record = ended(run_dir) if (run_dir / "journal.jsonl").exists() else None
     if record and record["status"] == "completed":
         return result_of(record, run_dir, time.monotonic())

@@ -23,6 +23,7 @@ import psutil
 
 import distbelief.chaos.rules.schedule as timeline
 from distbelief.chaos.follow import RunFollower, Seen
+from distbelief.chaos.fulldisk import FullDisk
 from distbelief.chaos.relay import Relay
 from distbelief.chaos.rules.schedule import KINDS, WORKER_FAULTS, Fault, When, write
 from distbelief.chaos.rules.verdict import ENDS_A_WORKER, Note, Record
@@ -170,6 +171,7 @@ class Injector:
         say: Callable[[str], None],
     ) -> None:
         self.notes: list[Note] = []
+        self._run_dir = run_dir
         self._follower = RunFollower(run_dir)
         self._pending = timeline.begin(faults)
         self._waiting: list[Fault] = []
@@ -250,6 +252,8 @@ class Injector:
                 return self._kill_coordinator(fault)
             case "kill server":
                 return self._kill_server(fault, seen)
+            case "fill disk":
+                return self._fill_disk(fault)
             case "join" | "scale":
                 self._wanted = fault.count if fault.kind == "scale" else self._wanted + 1
                 self._note(fault, f"asked for {self._wanted} workers")
@@ -351,6 +355,12 @@ class Injector:
         victim.close()
         return True
 
+    def _fill_disk(self, fault: Fault) -> bool:
+        disk = FullDisk(self._run_dir.parent)  # beside the run: its own directory holds its own files only
+        self._note(fault, f"{disk.fill() >> 10} KiB")
+        self._lasts(fault, -1, disk.free)
+        return True
+
     def _note(self, fault: Fault, whom: str, worker: int | None = None, server: int | None = None) -> None:
         self._say(f"fault: {fault} ({whom})")
         # Read the clock last: the measurement starts with the fault itself.
@@ -395,6 +405,7 @@ def random_schedule(seed: int, workers: int, steps: int, servers: int = 0, reade
     # Each kind at most once before any repeats, so that a few schedules cover all kinds.
     impossible = {"kill server"} if servers < 2 else set()
     impossible |= {"kill reader"} if readers == 0 else set()
+    impossible |= {"fill disk"}  # few runs have a small disk of their own
     possible = [kind for kind in KINDS if kind not in impossible]
     kinds = dice.sample(possible, k=len(possible))[:number]
     last = max(1, int(steps * LAST_PART))

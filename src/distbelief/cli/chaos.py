@@ -65,11 +65,14 @@ def chaos(
     workers = workers or how.usual_workers(WORKERS)
     schedule = wanted_faults(faults, random, workers, how.servers)
 
+    from distbelief.chaos.fulldisk import check_own_disk
     from distbelief.chaos.report import as_json, print_table  # after the checks, which need none of it
     from distbelief.chaos.rules.verdict import together
     from distbelief.chaos.trial import Plan, run_twin
 
     plan = Plan(job, values, workers, strategy, run_dir or _new_run_dir(job))
+    if any(fault.kind == "fill disk" for fault in schedule):
+        check_own_disk(plan.run_dir)
     stream = sys.stderr if json else sys.stdout
     # With --json, only the object goes to stdout, even if the job prints.
     with contextlib.redirect_stdout(stream):

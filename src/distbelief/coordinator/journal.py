@@ -1,8 +1,10 @@
 """The journal: the coordinator's decisions as an append-only file of JSON lines, one durable record per decision.
 
 A record is a flat JSON object whose last key is the CRC-32 of the object without it. A record counts once its line feed
-is on disk. A crash during an append leaves a torn last line, which is cut off; any other damage is an error. A lock on
-a sibling file is held while the journal is open. This module knows nothing of what records mean: see rules/replay.py.
+is on disk. A crash during an append leaves a torn last line, which is cut off; any other damage is an error, and
+`set_aside` begins a new journal with the records before it. A lock on a sibling file is held while the journal is open.
+This module knows nothing of what records mean: see rules/replay.py. The journal is not compacted, because it holds
+decisions only (docs/decisions/0021-the-journal-is-not-compacted.md).
 
 Records have no version. `replay` ignores kinds that it does not know, and reads all kinds of earlier releases, so a run
 directory of an earlier release can be resumed. A record of a known kind that lacks a needed field is refused with one
@@ -12,8 +14,12 @@ sentence (rules/replay.py).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import itertools
 import os
+import re
+import time
 import zlib
 from pathlib import Path
 from types import TracebackType
@@ -21,13 +27,19 @@ from typing import Any
 
 import msgspec
 
-from distbelief.atomicfile import force_to_disk
+from distbelief.atomicfile import force_to_disk, replace_file
 from distbelief.errors import DistBeliefError
 from distbelief.steadyclock import CLOCK
 
 Entry = dict[str, Any]
 
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""How a file system says that it has no locks."""
 _MARK = b',"crc32":'
+
+
+class JournalDamaged(DistBeliefError):
+    """A record before the last one is not whole."""
 
 
 class Journal:
@@ -118,10 +130,53 @@ def _lock(path: Path) -> int:
             f"another coordinator is running this run: {lock} is locked",
             hint="wait for that run to end, or give this one a run directory of its own with --run-dir",
         ) from error
-    except OSError:
+    except OSError as error:
         os.close(fd)
+        if error.errno in NO_LOCKS:
+            raise DistBeliefError(
+                f"the file system of {path.parent} has no locks ({error.strerror}), which keep two coordinators apart",
+                hint="give a --run-dir on a local disk, and --checkpoints with a folder on this one; "
+                "or mount this one with locks (Lustre: -o flock, NFS: with lockd)",
+            ) from error
         raise
     return fd
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged journal, and begin another one with its records before the damage. Returns the new name.
+
+    The last record of the new journal says which numbers are taken, so that none is used again.
+    """
+    lock_fd = _lock(path)
+    try:
+        data = path.read_bytes()
+        whole = list(itertools.takewhile(lambda entry: entry is not None, map(_decode, data.split(b"\n"))))
+        free_names = (path.with_name(f"{path.stem}-damaged-{number}.jsonl") for number in itertools.count(1))
+        aside = next(name for name in free_names if not name.exists())
+        note = {
+            "kind": "set_aside",
+            "epoch": _highest(data, b"epoch"),
+            "at": time.time(),
+            "reason": f"the record in line {len(whole) + 1} of {aside.name} is damaged",
+            "generation": _highest(data, b"generation"),
+            "next_worker": 1 + _highest(data, b"workers?"),
+            "next_server": 1 + _highest(data, b"servers?"),
+        }
+        path.rename(aside)
+        replace_file(path, b"".join(_encode(entry) for entry in [*whole, note] if entry))
+        force_to_disk(path)
+        force_to_disk(path.parent)
+    except OSError as error:
+        raise _cannot("set aside", path, error) from error
+    finally:
+        os.close(lock_fd)
+    return aside
+
+
+def _highest(data: bytes, name: bytes) -> int:
+    """The highest number under this name, in damaged records too. A number that is too high does no harm."""
+    found = re.findall(rb'"' + name + rb'":\[?([\d,]+)', data)
+    return max((int(number) for numbers in found for number in numbers.split(b",") if number), default=0)
 
 
 def _encode(entry: Entry) -> bytes:
@@ -155,7 +210,7 @@ def _replay(data: bytes, path: Path) -> tuple[list[Entry], int]:
         if entry is None:
             if number == len(whole) and not lines[-1]:
                 break  # blocks of the last record may reach the disk out of order: the line feed, but not the rest
-            raise DistBeliefError(
+            raise JournalDamaged(
                 f"{path}, line {number}: the record is damaged",
                 hint="the disk or another program has changed it; restore the file, or start in a new run directory",
             )

@@ -70,6 +70,11 @@ class MetricsFile:
             ) from error
         self._packer.go()
 
+    @property
+    def waits(self) -> bool:
+        """Whether the disk did not take the last lines."""
+        return bool(self._trouble)
+
     def add(self, line: Mapping[str, Any]) -> None:
         self._lines.append(msgspec.json.encode(line))
 

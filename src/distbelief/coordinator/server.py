@@ -197,6 +197,8 @@ def _perform(server: Server, outputs: Iterable[s.Output], sender: bytes) -> bool
                 _record(server, entry)
             case s.Report(line):
                 server.metrics.add(line)
+                if server.metrics.waits and line["kind"] == "notice":  # a view would see it much later
+                    _say(line["text"])
             case s.Send(worker, command):
                 _send(server, worker, command)
             case s.SendServer(number, command):

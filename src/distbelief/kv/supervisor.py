@@ -138,7 +138,7 @@ class Supervisor:
         except OSError as error:
             listener.close()
             raise DistBeliefError(
-                f"cannot listen on {path}: {error}", hint="name a folder with a shorter path"
+                f"cannot listen on {path}: {error}", hint="name a folder on a local disk, with a shorter path"
             ) from error
         finally:
             os.umask(before)

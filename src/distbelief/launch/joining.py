@@ -40,7 +40,7 @@ from distbelief.launch import parcel
 from distbelief.launch.agent import Agent, Room, signal_name
 from distbelief.launch.hosting import StoreAddress
 from distbelief.launch.launch import Invitation, read_launch
-from distbelief.launch.manualworkers import SOCKET, short_path
+from distbelief.launch.manualworkers import connected
 from distbelief.launch.pollloop import Signals
 from distbelief.launch.processes import WORKER_ENVIRONMENT
 from distbelief.transport.shm.memfd import receive_message, send_message
@@ -221,7 +221,7 @@ def join_run(run_dir: Path, workers: int = 1, host: str = "", device: str = "") 
     number = ask_for_seat(run_dir, os.getpid())
     os.environ.update(WORKER_ENVIRONMENT)
     print(f"worker {number}: joining {run_dir}; Ctrl-C lets it leave", flush=True)
-    with _launching_process(run_dir) as engine:
+    with _launching_process(run_dir, authority.secret) as engine:
         spec = _introduce(engine, run_dir, number, authority.secret.hex())
         threading.Thread(target=_end_with, args=[engine.dup()], daemon=True).start()
         options = msgspec.structs.replace(spec.options, device=device or spec.options.device)
@@ -245,11 +245,10 @@ def _work(spec: WorkerSpec, engine: socket.socket) -> int:
 
 
 @contextlib.contextmanager
-def _launching_process(run_dir: Path) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as engine:
+def _launching_process(run_dir: Path, secret: bytes) -> Iterator[socket.socket]:
+    with contextlib.ExitStack() as stack:
         try:
-            with short_path(run_dir) as folder:
-                engine.connect(f"{folder}/{SOCKET}")
+            engine = stack.enter_context(connected(run_dir, secret))
         except OSError as error:
             raise DistBeliefError(
                 f"the process that launched the run in {run_dir} is not there: {error.strerror}"

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,13 @@ class LogPipe:
 
     def __init__(self, source: str, path: Path, show: LogLine) -> None:
         self._source = source
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        self._file: FileIO | None = None
         self._show = show
         self._rest = b""
         self._lost_bytes = 0
         """What the log file lacks since the disk is full."""
+        self._is_closed = False
         self.read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.read_fd, False)
 
@@ -108,26 +111,27 @@ class LogPipe:
     def _keep(self, data: bytes) -> None:
         """Write to the log file, as far as the disk has room: a full one ends no run."""
         try:
+            if self._file is None:
+                self._file = self._path.open("ab", buffering=0)
+            if self._lost_bytes:
+                self._file.write(f"\n... {self._lost_bytes} bytes are missing: the disk was full\n".encode())
+                self._lost_bytes = 0
             self._file.write(data)
         except OSError as error:
             if not self._lost_bytes:
-                self._show(self._source, f"its log {self._file.name} cannot be written: {error.strerror}")
+                self._show(self._source, f"its log {self._path} cannot be written: {error.strerror}")
             self._lost_bytes += len(data)
-            return
-        if self._lost_bytes:
-            mark = f"\n... {self._lost_bytes} bytes are missing: the disk was full\n"
-            with contextlib.suppress(OSError):
-                self._file.write(mark.encode())
-            self._lost_bytes = 0
 
     def close(self) -> None:
-        if self._file.closed:
+        if self._is_closed:
             return
+        self._is_closed = True
         for _ in range(_LAST_READS):
             if not self.pump():
                 break
         os.close(self.read_fd)
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class CoordinatorProcess:

@@ -7,9 +7,11 @@ import os
 import shlex
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from distbelief.coordinator.journal import NO_LOCKS, JournalDamaged, set_aside
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.errors import DistBeliefError, JobError, RunFailed, RunInterrupted
 from distbelief.launch.pollloop import Signals
@@ -22,22 +24,63 @@ COMMAND_LOG = "command.log"
 STOP_COMMAND = "distbelief stop"
 
 
+_BEFORE_THE_FIRST_RECORD = (
+    *("launch.json", "logs", "profile", "parcel.bin", "begin.safetensors", "rendezvous.json", "join.sock"),
+    *("journal.jsonl", "journal.jsonl.lock"),
+)
+
+
 def make_run_dir(run_dir: Path) -> None:
-    """Make an empty run directory, or say why that cannot be."""
+    """Make an empty run directory, or say why that cannot be. The directory of a launch that was ended before its first
+    decision, as by a batch system that starts the same command again, counts as empty."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         # A run that was refused before it began leaves empty folders, and the output of a detached command. The user
         # mends the error and starts it again.
-        if any(
-            not entry.is_dir() or any(one.name != COMMAND_LOG for one in entry.iterdir()) for entry in run_dir.iterdir()
-        ):
-            raise DistBeliefError(f"the run directory '{run_dir}' is not empty", hint="give another --run-dir")
+        full = [
+            entry.name
+            for entry in run_dir.iterdir()
+            if not entry.is_dir() or any(one.name != COMMAND_LOG for one in entry.iterdir())
+        ]
+        if full and not _never_began(run_dir, full):
+            hint = "give another --run-dir"
+            if (run_dir / "launch.json").exists():
+                hint += f", or go on with the run in it: `distbelief resume {shlex.quote(str(run_dir))}`"
+            raise DistBeliefError(f"the run directory '{run_dir}' is not empty", hint=hint)
         (run_dir / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise DistBeliefError(
             f"cannot write to the run directory '{run_dir}': {error.strerror or error}",
             hint="give a --run-dir on a disk that you can write to",
         ) from error
+
+
+def _never_began(run_dir: Path, names: Iterable[str]) -> bool:
+    """Whether a launch has written these files, and its coordinator has decided nothing."""
+    if "launch.json" not in names or not set(names) <= {*_BEFORE_THE_FIRST_RECORD}:
+        return False
+    return not (run_dir / "journal.jsonl").exists() or not read_journal(run_dir / "journal.jsonl")
+
+
+def mend_journal(run_dir: Path, checkpoints: str) -> str:
+    """Set a damaged journal aside, if the run can go on from a checkpoint. Returns a notice, or "" if it is whole."""
+    path = run_dir / "journal.jsonl"
+    try:
+        if path.exists():
+            read_journal(path)
+        return ""
+    except JournalDamaged as error:
+        from distbelief.checkpoint.reading import newest_sound, verify  # imports torch
+
+        sound = newest_sound(checkpoints, verify)[0] if checkpoints else None
+        if sound is None:
+            error.hint = "restore the file, or start in a new run directory: there is no sound checkpoint to go on from"
+            raise
+        check_idle(run_dir)
+        aside = set_aside(path)
+        return (
+            f"{error.message}: it is kept as {aside.name}, and the run goes on from the checkpoint of step {sound.step}"
+        )
 
 
 def check_idle(run_dir: Path) -> None:
@@ -63,6 +106,10 @@ def _is_free(lock_fd: int) -> bool:
         fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return True  # the coordinator says what to do
     return True
 
 
@@ -75,7 +122,10 @@ def ended(run_dir: Path) -> dict[str, Any] | None:
 
 
 def is_complete(run_dir: Path) -> bool:
-    record = ended(run_dir) if (run_dir / "journal.jsonl").exists() else None
+    try:
+        record = ended(run_dir) if (run_dir / "journal.jsonl").exists() else None
+    except JournalDamaged:  # `mend_journal` decides
+        return False
     return record is not None and record["status"] == "completed"
 
 

@@ -59,7 +59,7 @@ from distbelief.worker.origin import frozen_of, newest_saved, opened_at, weights
 from distbelief.worker.rules.control import Leave, StandDown, TrainGeneration
 from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
-from distbelief.worker.training import Assignment, GenerationTraining, report_again, train
+from distbelief.worker.training import Assignment, GenerationTraining, LastReports, report_again, train
 
 if TYPE_CHECKING:
     from distbelief.worker.profiling.profiler import Profiler
@@ -225,6 +225,7 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
     exchange = loaded.prepared.exchange(membership)
     start = Beginning(spec, action, link.send)
     may_recheck = loaded.strategy.rechecks and not spec.options.impure  # an impure shard differs by itself
+    recall = _nothing
     link.progress.waiting = lambda: exchange.waiting or start.reading
     try:
         workers = [member.worker for member in action.members]
@@ -280,23 +281,28 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
             raise
         if place.profile:
             place.profile.finish()
+        if action.rank == 0:
+            recall = partial(report_again, LastReports.of(replica), link.progress)
         link.send(finished)
         link.finished(action.generation)
     finally:
         if not abort.left_behind:  # otherwise the successor thread owns all of this
-            _let_go(place, loaded)
+            _let_go(place, loaded, recall)
             exchange.close()
 
 
-def _let_go(place: Place, loaded: Loaded) -> None:
-    """Release the resources of a generation."""
+def _nothing(reported: int) -> None: ...
+
+
+def _let_go(place: Place, loaded: Loaded, recall: Callable[[int], None] = _nothing) -> None:
+    """Release the resources of a generation. `recall`: reports its steps again, if it has come to its end."""
     if place.profile:
         place.profile.left()
     if place.saver:
         place.saver.let_go()
     loaded.prepared.let_go()
     place.link.progress.waiting = lambda: False
-    place.link.progress.recall = lambda reported: None
+    place.link.progress.recall = recall
 
 
 def _membership(place: Place, action: TrainGeneration, abort: Abort) -> Membership:

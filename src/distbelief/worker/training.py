@@ -293,7 +293,25 @@ def _is_missing(replica: Replica, applied: int) -> bool:
     return replica.exchange.gather(b"missing" if replica.note()[0] != applied else b"done")[0] == b"missing"
 
 
-def report_again(replica: Seated, progress: Progress, reported: int) -> None:
+@dataclass(frozen=True)
+class LastReports:
+    """What a replica remembered at the end of its generation: a coordinator that was away then asks for it later."""
+
+    steps: list[Applied]
+    evaluated: tuple[int, bytes]
+
+    @classmethod
+    def of(cls, replica: Seated) -> LastReports:
+        return cls(replica.remembered(0), replica.note())
+
+    def remembered(self, first: int) -> list[Applied]:
+        return [one for one in self.steps if one.step >= first]
+
+    def note(self) -> tuple[int, bytes]:
+        return self.evaluated
+
+
+def report_again(replica: Seated | LastReports, progress: Progress, reported: int) -> None:
     """Repeat reports that earlier members or a coordinator may have lost. Any member can do it."""
     progress.reports.extend(map(report_of, replica.remembered(reported)))
     evaluated, metrics = _last_evaluation(replica)
@@ -301,6 +319,6 @@ def report_again(replica: Seated, progress: Progress, reported: int) -> None:
         progress.evaluations.append(Evaluation(evaluated, metrics))
 
 
-def _last_evaluation(replica: Seated) -> tuple[int, dict[str, float]]:
+def _last_evaluation(replica: Seated | LastReports) -> tuple[int, dict[str, float]]:
     evaluated, content = replica.note()
     return evaluated, json.loads(content) if content else {}

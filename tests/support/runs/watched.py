@@ -128,7 +128,7 @@ class Watched:
 
     def release(self) -> None:
         """Let it be quick from now on."""
-        self._brake.unlink()
+        self._brake.unlink(missing_ok=True)
 
     def result(self) -> dict[str, Any]:
         self.release()

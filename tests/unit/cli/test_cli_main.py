@@ -113,3 +113,16 @@ def test_a_reader_that_has_gone_away_is_told_nothing() -> None:
 def test_a_fault_of_ours_is_not_hidden() -> None:
     result = CliRunner().invoke(command_that_raises(ZeroDivisionError("ours")), ["fail"])
     assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_elsewhere_than_on_linux_it_says_one_sentence() -> None:
+    """Before anything is imported that other systems lack."""
+    script = (
+        "import platform, sys; platform.system = lambda: 'Darwin'\n"
+        "for name in ('fcntl', 'typer', 'zmq'): sys.modules[name] = None\n"
+        "from distbelief.cli.main import main\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("distbelief runs on Linux only, and this is Darwin")
+    assert done.stderr.count("\n") == 1

@@ -10,6 +10,8 @@ import pytest
 
 from distbelief.coordinator import journal as j
 from distbelief.coordinator.journal import Journal
+from distbelief.coordinator.rules.replay import resumed
+from distbelief.coordinator.rules.state import RunConfig, resume
 from distbelief.errors import DistBeliefError
 
 ENTRIES = [{"kind": "generation", "generation": n, "reason": f"because \n of {n} ü"} for n in range(1, 4)]
@@ -149,3 +151,71 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
             with pytest.raises(DistBeliefError):
                 Journal.open(path)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_damaged_journal_is_set_aside_and_no_number_of_it_is_used_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal.open(path) as journal:
+        journal.append({"kind": "hired", "workers": [0, 1], "reason": "x"})
+        journal.append({"kind": "damaged later", "reason": "x"})
+        journal.append({"kind": "generation", "generation": 9, "members": [{"worker": 7}], "epoch": 4, "reason": "x"})
+        journal.append({"kind": "servers_hired", "servers": [3], "reason": "x"})
+    damaged = path.read_bytes().replace(b"damaged later", b"damaged LATER")
+    path.write_bytes(damaged)
+    aside = j.set_aside(path)
+    assert (aside.name, aside.read_bytes()) == ("journal-damaged-1.jsonl", damaged)
+    first, hired, note = j.read(path)
+    assert (first["kind"], hired["workers"]) == ("epoch", [0, 1])
+    assert {name: note[name] for name in ("kind", "epoch", "generation", "next_worker", "next_server")} == {
+        "kind": "set_aside",
+        "epoch": 4,
+        "generation": 9,
+        "next_worker": 8,
+        "next_server": 4,
+    }
+    assert "line 3 of journal-damaged-1.jsonl" in note["reason"]
+    with Journal.open(path) as journal:
+        assert journal.epoch == 5
+        state = resume(RunConfig(workers=2), journal.epoch, 0.0, journal.replayed)
+        record = resumed(state, "allreduce", 0.0)
+        assert record["workers"] == [8, 9]
+        state = resume(RunConfig(workers=2), journal.epoch, 0.0, [*journal.replayed, record])
+        assert (state.generation, state.taken_over, state.fleet.next_server) == (9, 9, 4)
+
+
+NO_LOCKS = """
+import ctypes, errno, struct, sys
+from pathlib import Path
+# A seccomp filter: for this process the kernel has no flock, as for one on a file system without locks.
+FLOCK = {"x86_64": 73, "aarch64": 32}[__import__("platform").machine()]
+code = [(0x20, 0, 0, 0), (0x15, 0, 1, FLOCK), (0x06, 0, 0, 0x00050000 | errno.ENOLCK), (0x06, 0, 0, 0x7FFF0000)]
+program = b"".join(struct.pack("HBBI", *one) for one in code)
+buffer = ctypes.create_string_buffer(program)
+filter = struct.pack("HxxxxxxP", len(code), ctypes.addressof(buffer))
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.create_string_buffer(filter), 0, 0):
+    sys.exit(77)
+from distbelief.coordinator.journal import Journal
+from distbelief.errors import DistBeliefError
+from distbelief.launch.rundir import check_idle
+path = Path(sys.argv[1])
+check_idle(path.parent)
+try:
+    Journal.open(path)
+except DistBeliefError as error:
+    print(error.message, "|", error.hint)
+"""
+
+
+def test_a_file_system_without_locks_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.with_name("journal.jsonl.lock").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", NO_LOCKS, str(path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    if done.returncode == 77:
+        pytest.skip("this kernel lets a process set up no seccomp filter")
+    assert done.returncode == 0, done.stderr
+    assert f"the file system of {tmp_path} has no locks (No locks available)" in done.stdout
+    assert "--checkpoints" in done.stdout
+    assert not path.exists()

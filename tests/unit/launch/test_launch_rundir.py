@@ -58,6 +58,24 @@ def test_a_run_that_was_refused_does_not_take_its_directory(tmp_path: Path) -> N
         rundir.make_run_dir(run)
 
 
+def test_a_launch_that_was_ended_before_its_first_decision_is_taken_over(tmp_path: Path) -> None:
+    """A batch system starts the same command again."""
+    rundir.make_run_dir(tmp_path)
+    keep_launch(launched(tmp_path))
+    for name in ("logs/zygote.log", "journal.jsonl", "journal.jsonl.lock"):
+        (tmp_path / name).touch()
+    (tmp_path / "journal.jsonl").write_text('{"kind":"epo')
+    rundir.make_run_dir(tmp_path)
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(DistBeliefError, match="is not empty"):
+        rundir.make_run_dir(tmp_path)
+    (tmp_path / "mine.txt").unlink()
+    Journal.open(tmp_path / "journal.jsonl").close()
+    with pytest.raises(DistBeliefError, match="is not empty") as caught:
+        rundir.make_run_dir(tmp_path)
+    assert f"distbelief resume {tmp_path}" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("records", "said"),
     [

@@ -16,16 +16,17 @@ from distbelief.errors import DistBeliefError
 
 WORKER_FAULTS = ("kill worker", "freeze worker", "slow worker", "cut worker", "leave worker", "kill reader")
 """The number in these sentences is a worker's."""
-KINDS = (*WORKER_FAULTS, "kill coordinator", "join", "scale", "kill server")
+KINDS = (*WORKER_FAULTS, "kill coordinator", "join", "scale", "kill server", "fill disk")
 NUMBERED = (*WORKER_FAULTS, "kill server")
 """The kinds that may name a worker or a server."""
-LASTING = ("freeze worker", "slow worker", "cut worker")
+LASTING = ("freeze worker", "slow worker", "cut worker", "fill disk")
 """The kinds that may end after a time (`for 5s`)."""
 
 FORMS = """\
 kill worker [N] · freeze worker [N] · slow worker [N] by 3x · cut worker [N] · leave worker [N]
 kill coordinator · join · scale to N · kill server [N] (of two parameter servers or more)
 kill reader [N] (of worker N, of a job whose data is a Dataset)
+fill disk for 5s (of a --run-dir on a small disk of its own)
 when: at step 40 · at 3s · every 40 steps · every 3s (left out: from the start)
 how long, for freeze, slow and cut: for 5s (left out: to the end)
 Sentences are parted by commas; without N, a worker or a server is chosen by --seed."""
@@ -140,6 +141,8 @@ class _Sentence:
             self._expect("by")
             factor = self._factor()
         when, for_s = self._when_and_how_long(kind)
+        if kind == "fill disk" and for_s is None:
+            self._fail("a run on a full disk does not come to its end: for 5s", self._next)
         if kind == "slow worker" and when.every and for_s is None:
             self._fail("a worker that is slowed again and again needs an end: for 5s", self._next)
         return Fault(kind, worker, when, for_s, factor, count)

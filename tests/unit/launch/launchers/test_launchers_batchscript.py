@@ -73,7 +73,7 @@ def test_the_first_turn_trains(tmp_path: Path) -> None:
 def test_a_later_turn_resumes(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "my job-slurm-41"
     run.mkdir(parents=True)
-    (run / "journal.jsonl").touch()
+    (run / "launch.json").touch()
     process = start(tmp_path, Batch("my job", nodes=1, workers_per_node=8))
     (tmp_path / "srun.go").touch()
     assert process.wait(60) == 0

@@ -26,7 +26,7 @@ _SCRIPT = """\
 
 set -u
 run={run_dir}
-if [ -e "$run/journal.jsonl" ]; then
+if [ -e "$run/launch.json" ]; then
     command=({program} resume "$run" --on slurm --workers {workers} --plain)
 else
     command=({program} train {arguments})
