@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from distbelief import __version__
-from distbelief.cli.attach import attach
+from distbelief.cli.attach import attach, stop
 from distbelief.cli.average import average
 from distbelief.cli.chaos import chaos
 from distbelief.cli.checkpoint import checkpoint
@@ -26,7 +26,6 @@ from distbelief.cli.replay import replay
 from distbelief.cli.resume import resume
 from distbelief.cli.scale import scale
 from distbelief.cli.slurm import slurm
-from distbelief.cli.stop import stop
 from distbelief.cli.train import train
 from distbelief.cli.verify import verify
 from distbelief.cli.worker import worker

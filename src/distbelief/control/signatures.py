@@ -36,6 +36,7 @@ TOO_MANY = "above the rate limit of one sender"
 WRONG_SENDER = "in another member's name"
 MALFORMED = "malformed"
 UNEXPECTED = "unexpected"
+TOO_LONG = "too long"
 
 CONNECTIONS_CLOSED = "unauthenticated connections"
 """Not a message: connections that connectionlimit.py closed because there were too many."""

@@ -22,7 +22,16 @@ import zmq
 from distbelief.control import messages as m
 from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Keys
-from distbelief.control.signatures import MALFORMED, UNEXPECTED, UNSIGNED, WRONG_SENDER, Refusals, Refused, Verifier
+from distbelief.control.signatures import (
+    MALFORMED,
+    TOO_LONG,
+    UNEXPECTED,
+    UNSIGNED,
+    WRONG_SENDER,
+    Refusals,
+    Refused,
+    Verifier,
+)
 from distbelief.control.sockets import protect
 from distbelief.coordinator.journal import Journal
 from distbelief.coordinator.rules import state as s
@@ -31,7 +40,9 @@ from distbelief.coordinator.runfiles import MetricsFile, keep_trace
 from distbelief.errors import DistBeliefError
 
 DEFAULT_LISTEN = "tcp://127.0.0.1:*"
-MAX_MESSAGE_BYTES = 2 << 20
+MAX_FRAME_BYTES = 2 * m.MAX_EVENT_BYTES
+"""A sender of a longer frame is disconnected before its message is read. Between the two limits the message is dropped
+under its sender's name. Our own senders send no event beyond the first limit (messages.encode)."""
 WAITING_MESSAGES = 100  # per sender; more messages wait at the sender, not in our memory
 TICK_S = 0.1
 FLUSH_S = 0.2
@@ -46,7 +57,7 @@ def bind(
     socket = context.socket(zmq.ROUTER)
     protect(socket, keys)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
     if "[" in listen:
         socket.setsockopt(zmq.IPV6, 1)
@@ -260,6 +271,9 @@ def _heard(verifier: Verifier, frames: list[bytes]) -> m.Event:
     if len(frames) != 2:
         raise Refused(UNSIGNED)
     sender = verifier.verify(frames[0], frames[1], time.monotonic())
+    if len(frames[1]) > m.MAX_EVENT_BYTES:
+        _say(f"dropped a message of {len(frames[1]) / 1e6:.1f} MB of {sender.role} {sender.number}")
+        raise Refused(TOO_LONG)
     try:
         event = m.decode_event(frames[1])
     except msgspec.MsgspecError:

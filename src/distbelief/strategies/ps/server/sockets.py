@@ -22,6 +22,7 @@ import zmq
 from distbelief.control.addresses import own_address, tcp
 from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Credential
+from distbelief.control.fitting import MOST_DETAILS, MOST_MESSAGE, cut, text_of
 from distbelief.control.messages import (
     EXIT_REPORTED,
     EndRun,
@@ -237,9 +238,11 @@ class ServerSockets:
 
     def fail(self, error: BaseException) -> None:
         traceback.print_exc()
-        text = "".join(traceback.format_exception(error))
+        log = f"logs/server-{self._spec.worker}.log"
+        text = cut("".join(traceback.format_exception(error)), MOST_DETAILS, log)
         known = isinstance(error, DistBeliefError)
-        message = error.message if isinstance(error, DistBeliefError) else f"{type(error).__name__}: {error}"
+        message = error.message if isinstance(error, DistBeliefError) else f"{type(error).__name__}: {text_of(error)}"
+        message = cut(message, MOST_MESSAGE, log)
         hint = error.hint if isinstance(error, DistBeliefError) else "see its log in the logs folder of the run"
         self._tell(ServerFailed(self._spec.worker, self._spec.host, message, hint, "" if known else text))
 
