@@ -1,5 +1,4 @@
-"""Runs that go on elsewhere: `distbelief attach RUN` shows one, from its run directory alone; `distbelief stop RUN` ends
-one."""
+"""Runs that go on elsewhere: `distbelief attach RUN` shows one from its directory, `distbelief stop RUN` ends one."""
 
 from __future__ import annotations
 
