@@ -24,12 +24,14 @@ from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Keys
 from distbelief.control.signatures import (
     MALFORMED,
+    OTHER_START,
     TOO_LONG,
     UNEXPECTED,
     UNSIGNED,
     WRONG_SENDER,
     Refusals,
     Refused,
+    Sender,
     Verifier,
 )
 from distbelief.control.sockets import protect
@@ -105,6 +107,8 @@ class Server:
     """The last command and its bytes, because the same command often goes to many members."""
     refusals: Refusals = field(default_factory=Refusals)
     """Includes the connections that `limit` closed."""
+    sent_back: set[Sender] = field(default_factory=set)
+    """Processes of other starts that were told to join again."""
     broken: bool = False
     """The journal or the metrics file could not be written."""
 
@@ -261,10 +265,21 @@ def _received(server: Server) -> Iterable[tuple[bytes, m.Event]]:
         try:
             event = _heard(server.verifier, server.socket.recv_multipart())
         except Refused as refused:
+            if refused.sender and refused.reason == OTHER_START:  # it is no attack
+                _send_back(server, identity.bytes, refused.sender)
+                continue
             server.refusals.add(refused.reason)
             continue
         server.limit.authenticated(identity)
         yield identity.bytes, event
+
+
+def _send_back(server: Server, identity: bytes, sender: Sender) -> None:
+    """Tell a process of another start with the same key that its run is over."""
+    if sender not in server.sent_back:
+        server.sent_back.add(sender)
+        _say(f"{sender.role} {sender.number} is of another start with the same key, and is told to join again")
+    _post(server, identity, m.JoinAgain(server.state.epoch))
 
 
 def _heard(verifier: Verifier, frames: list[bytes]) -> m.Event:
