@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from typing import Annotated, Any
 
@@ -90,6 +91,8 @@ class _Output(io.FileIO):
 def _lenient(stream: Any) -> Any:
     """The same stream over `_Output`. A worker may print any character; a terminal that cannot show one must not end
     the run."""
+    if stream is None:  # it was closed before the start, as by a shell's `>&-`
+        return open(os.devnull, "w")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     file = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))

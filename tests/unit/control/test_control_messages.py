@@ -69,6 +69,7 @@ EVENTS: list[m.Event] = [
     m.ServerExited(1, -9),
 ]
 COMMANDS: list[m.Command] = [
+    m.JoinAgain(3),
     m.StartGeneration(1, 2, [m.Member(0, "here", (0, 4)), m.Member(3, "there", (4, 8))], "shm"),
     m.StartGeneration(1, 2, [], "gloo"),
     m.StartGeneration(
