@@ -84,6 +84,33 @@ def test_hosts_join_by_address_members_die_and_a_host_leaves(start: Start, tmp_p
         assert "the run is over: completed" in outcome.stdout
 
 
+def test_hosts_join_the_run_again_after_its_leader_was_killed(start: Start, tmp_path: Path, key: Path) -> None:
+    """The next leader has the same key and address. Old agents and workers are sent back, not called attackers."""
+    where, run_dir, brake = f"127.0.0.1:{free_port()}", tmp_path / "run", tmp_path / "brake"
+    brake.touch()
+    hosts = [start("worker", "--join", where, "--key", key, "--host", name) for name in ("one", "two")]
+    job = [SMALL, "--set", "steps=200", "--set", "brake_s=0.2"]
+    lead = start("coordinator", *job, "--workers", 2, "--listen", where, "--key", key, "--run-dir", run_dir)
+    until(lambda: len(members(run_dir)) == 2, lead)
+    before = records(run_dir, "generation")
+    lead.signal(signal.SIGKILL)
+    lead.wait()
+    again = start("resume", run_dir, "--listen", where, "--key", key, "--json")
+    until(lambda: len(records(run_dir, "generation")) > len(before), again)
+    assert len(members(run_dir)) == 2
+    assert {one["pid"] for one in members(run_dir)}.isdisjoint(one["pid"] for one in before[-1]["members"])
+    brake.unlink()
+    result = again.wait().json
+    assert (result["weights_sha256"], result["refused"]) == (undisturbed(*job), {})
+    for host in hosts:
+        outcome = host.wait()
+        assert (outcome.status, "this host joins it" in outcome.stdout) == (0, True), outcome
+        assert "the run is over: completed" in outcome.stdout
+    log = (run_dir / "logs" / "coordinator.log").read_text()
+    assert "of another start with the same key, and is told to join again" in log
+    assert "refused" not in log
+
+
 @needs_mounts
 def test_a_host_that_does_not_have_the_jobs_files_is_sent_them(start: Start, tmp_path: Path, key: Path) -> None:
     """Nor does it see the run directory: the leading process runs where the files are, the agent where they are not.

@@ -104,6 +104,11 @@ class Lab:
     def switch(self, *command: str) -> None:
         _run("ip", "netns", "exec", self._sw, *command)
 
+    def call(self, host: int, name: str) -> None:
+        """From now on this name, too, leads to the host: as a cluster's name server does when a pod is replaced."""
+        lines = [line for line in self._names.read_text().splitlines() if line.split()[1] != name]
+        self._names.write_text("\n".join([*lines, f"{self.address(host)} {name}"]) + "\n")
+
     def cut(self, host: int) -> None:
         self.switch("ip", "link", "set", f"port{host}", "down")
 

@@ -1,4 +1,4 @@
-"""`distbelief attach RUN`: the view of a run that goes on elsewhere, from its run directory alone."""
+"""Runs that go on elsewhere: `distbelief attach RUN` shows one from its directory, `distbelief stop RUN` ends one."""
 
 from __future__ import annotations
 
@@ -111,3 +111,22 @@ def until_the_end(run: Path, history: History, look: Callable[[], bool] = lambda
                 f"the run in {run} is not running, and did not end in order",
                 hint=f"if nothing else runs it, go on with `distbelief resume {run}`",
             )
+
+
+def stop(
+    run: Annotated[Path, typer.Argument(help="The run directory, as `train` printed it.", show_default=False)],
+) -> None:
+    """Save a checkpoint of a run and stop the run, as Ctrl-C at its command does. Returns when the run has ended."""
+    from distbelief.control.messages import StopRequested
+    from distbelief.coordinator.client import ask
+    from distbelief.launch.growing import History
+    from distbelief.launch.rundir import STOP_COMMAND
+
+    history = History(run)
+    answer = ask(run, StopRequested(f"{STOP_COMMAND} received"))
+    if not answer.ok:
+        raise DistBeliefError(answer.text)
+    typer.echo(answer.text, err=True)
+    until_the_end(run, history)
+    assert history.ended is not None
+    typer.echo(f"the run has ended: {history.ended['reason']}")

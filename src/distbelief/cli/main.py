@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from typing import Annotated, Any
 
 import typer
 
 from distbelief import __version__
-from distbelief.cli.attach import attach
+from distbelief.cli.attach import attach, stop
 from distbelief.cli.average import average
 from distbelief.cli.chaos import chaos
 from distbelief.cli.checkpoint import checkpoint
@@ -26,7 +27,6 @@ from distbelief.cli.replay import replay
 from distbelief.cli.resume import resume
 from distbelief.cli.scale import scale
 from distbelief.cli.slurm import slurm
-from distbelief.cli.stop import stop
 from distbelief.cli.train import train
 from distbelief.cli.verify import verify
 from distbelief.cli.worker import worker
@@ -91,6 +91,8 @@ class _Output(io.FileIO):
 def _lenient(stream: Any) -> Any:
     """The same stream over `_Output`. A worker may print any character; a terminal that cannot show one must not end
     the run."""
+    if stream is None:  # it was closed before the start, as by a shell's `>&-`
+        return open(os.devnull, "w")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     file = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))

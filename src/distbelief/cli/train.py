@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json as jsonlib
 import math
 import sys
 from collections.abc import Iterable
@@ -30,6 +31,7 @@ from distbelief.options import RunOptions, declared_options
 from distbelief.worker.jobfile import compile_job
 
 HERE = "127.0.0.1"
+MOST_SETTINGS = 30_000  # they travel with each request for a worker
 
 
 @with_run_options(
@@ -130,6 +132,11 @@ def parse_settings(texts: Iterable[str]) -> dict[str, str]:
         if not equals or not name.isidentifier():
             raise UsageError(f"--set {text!r} is not of the form name=value", hint="for example --set lr=3e-4")
         settings[name] = value.strip()
+    if len(jsonlib.dumps(settings)) > MOST_SETTINGS:
+        raise UsageError(
+            f"the --set values are longer than {MOST_SETTINGS:,} characters together",
+            hint="have the job read long texts from a file, and set its path",
+        )
     return settings
 
 

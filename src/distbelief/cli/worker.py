@@ -45,4 +45,8 @@ def worker(
 
     address = find(join, PATIENCE_S, print)
     invitation = Invitation(address, run_secret(required_key(key, address)))
-    raise typer.Exit(serve_host(invitation, count, host, grows=True, device=device))
+
+    def find_again() -> str:
+        return find(join, 0.0, lambda text: None)
+
+    raise typer.Exit(serve_host(invitation, count, host, grows=True, device=device, find_again=find_again))

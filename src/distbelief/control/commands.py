@@ -196,6 +196,13 @@ class RunFacts(Struct, frozen=True, tag=True):
     """As in a member's Canary; empty while no worker is ready."""
 
 
+class JoinAgain(Struct, frozen=True, tag=True):
+    """To a process of another start with the same key: that run is over here. An agent joins the run that is here now;
+    other processes end."""
+
+    epoch: int
+
+
 class EndRun(Struct, frozen=True, tag=True):
     """The run is over for the receiver. `status`: completed · failed · stopped; left: only the receiver leaves."""
 
@@ -218,6 +225,7 @@ Command = (
     | Answer
     | RunFacts
     | EndRun
+    | JoinAgain
     | Serve
     | StartServer
     | KillServer

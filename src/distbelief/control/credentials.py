@@ -37,13 +37,15 @@ class Credential(Struct, frozen=True):
     """A worker's token for servers; in a server's credential the key from which the tokens of all workers follow."""
     servers_key: bytes = b""
     """The public key that all servers share."""
+    start: str = ""
+    """See Authority."""
 
     def __repr__(self) -> str:
         return f"Credential({self.role} {self.number})"  # logs must not show the keys
 
     def signer(self) -> Signer:
         """Signs messages to the coordinator."""
-        return Signer(self.role, self.number, self.token)
+        return Signer(self.role, self.number, self.token, start=self.start)
 
     def signer_to_servers(self) -> Signer:
         """Signs messages of a worker or a server to servers."""
@@ -67,8 +69,9 @@ NO_CREDENTIAL = Credential("", -1, b"", b"")
 class Authority:
     """Derives all credentials of a run from its secret.
 
-    `start` is a random text for each start of the run: tokens of agents, workers and servers follow from it too, so
-    processes that outlived an earlier start with the same secret are rejected.
+    `start` is a random text for each start of the run, of at most 16 characters: tokens of agents, workers and servers
+    follow from it too, so messages of processes that outlived another start with the same secret are recognised and
+    dropped. `start` is no secret.
     """
 
     secret: bytes = field(repr=False)
@@ -79,15 +82,16 @@ class Authority:
 
     def agent(self) -> Credential:
         """The credential of a host's agent. Valid for this start of the run only."""
-        return Credential(AGENT, secrets.randbits(62), derive_token(self._run, AGENT, 0), self.keys()[0])
+        token = derive_token(self._run, AGENT, 0)
+        return Credential(AGENT, secrets.randbits(62), token, self.keys()[0], start=self.start)
 
     def worker(self, number: int) -> Credential:
         token, to_servers = derive_token(self._run, WORKER, number), derive_token(self._peers, WORKER, number)
-        return Credential(WORKER, number, token, self.keys()[0], to_servers, self._servers_key)
+        return Credential(WORKER, number, token, self.keys()[0], to_servers, self._servers_key, self.start)
 
     def server(self, number: int) -> Credential:
         token = derive_token(self._run, SERVER, number)
-        return Credential(SERVER, number, token, self.keys()[0], self._peers, self._servers_key)
+        return Credential(SERVER, number, token, self.keys()[0], self._peers, self._servers_key, self.start)
 
     def keys(self) -> Keys:
         """The key pair of the coordinator's listening socket."""
@@ -95,11 +99,15 @@ class Authority:
 
     def verifier(self) -> Verifier:
         """Verifies messages to the coordinator."""
-        return Verifier({OWNER: self.secret, **dict.fromkeys((AGENT, WORKER, SERVER), self._run)}, BURST, PER_S)
+        keys = {OWNER: self.secret, **dict.fromkeys((AGENT, WORKER, SERVER), self._run)}
+        return Verifier(keys, BURST, PER_S, self._key_of)
 
     @property
     def _run(self) -> bytes:
-        return derive_key(self.secret, b"distbelief-start", self.start.encode())
+        return self._key_of(self.start)
+
+    def _key_of(self, start: str) -> bytes:
+        return derive_key(self.secret, b"distbelief-start", start.encode())
 
     @property
     def _peers(self) -> bytes:

@@ -14,6 +14,8 @@ from distbelief.control.commands import *  # noqa: F403
 from distbelief.control.commands import Command
 from distbelief.control.events import *  # noqa: F403
 from distbelief.control.events import Event
+from distbelief.control.fitting import fitted
+from distbelief.errors import DistBeliefError
 
 SECRET_BYTES = 32
 STATUS_UNKNOWN = -1000
@@ -27,7 +29,14 @@ PROFILE_FOLDER = "profile"
 EXIT_REPORTED = 3
 """A worker's exit status after it has reported the cause in a WorkerFailed, which may still be on its way."""
 
+MAX_EVENT_BYTES = 2 << 20
+"""The longest event that the coordinator takes."""
+
 T = TypeVar("T")
+
+
+class MessageTooLong(DistBeliefError):
+    """The sender has not sent a message, because its receiver would drop it."""
 
 
 class Decoder(Generic[T]):
@@ -58,7 +67,21 @@ _commands = Decoder[Command](Command)
 
 
 def encode(message: Event | Command) -> bytes:
-    return _encoder.encode(message)
+    """The message's bytes. The texts of an event that is too long, or that has text which is no Unicode, are cut, with
+    a mark. Raises MessageTooLong if that does not suffice: the coordinator would drop the event."""
+    try:
+        data = _encoder.encode(message)
+    except UnicodeEncodeError:
+        message = fitted(message)
+        data = _encoder.encode(message)
+    if len(data) > MAX_EVENT_BYTES and isinstance(message, Event):
+        data = _encoder.encode(fitted(message))
+        if len(data) > MAX_EVENT_BYTES:
+            raise MessageTooLong(
+                f"a message {type(message).__name__} of {len(data) / 1e6:.1f} MB is longer than the coordinator takes "
+                f"({MAX_EVENT_BYTES / 1e6:.1f} MB)"
+            )
+    return data
 
 
 def decode_event(data: bytes) -> Event:

@@ -2,10 +2,12 @@
 
 The first frame of every message to a coordinator, a server or a rendezvous is its signature:
 
-    | role | number | stamp | keyed hash of these three and of the message |
+    | role | number | stamp | start | keyed hash of these four and of the message |
 
-The hash key is the sender's token, which never travels. The stamps of one sender only rise, so a receiver recognises a
-replayed message by its stamp. This module has no sockets. Only the signer reads a clock; a verifier is given the time.
+The hash key is the sender's token, which never travels. `start` is no secret: a process that has the run's secret can
+verify messages of other starts with the same secret, and so tells an old member from an attacker. Stamps of one sender
+only rise, so a receiver recognises a replayed message by its stamp. This module has no sockets. Only the signer reads a
+clock; a verifier is given the time.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from typing import Any, NamedTuple
 OWNER, WORKER, SERVER, AGENT = "owner", "worker", "server", "agent"
 _CODES = {OWNER: 1, WORKER: 2, SERVER: 3, AGENT: 4}
 _ROLES = {code: role for role, code in _CODES.items()}
-_HEAD = struct.Struct(">BqQ")
+_START_BYTES = 16
+_HEAD = struct.Struct(f">BqQ{_START_BYTES}s")
 _HASH_BYTES = 32
 SIGNATURE_BYTES = _HEAD.size + _HASH_BYTES
 REMEMBERED = 100_000
@@ -38,6 +41,8 @@ TOO_MANY = "above the rate limit of one sender"
 WRONG_SENDER = "in another member's name"
 MALFORMED = "malformed"
 UNEXPECTED = "unexpected"
+TOO_LONG = "too long"
+OTHER_START = "of another start with the same key"
 
 CONNECTIONS_CLOSED = "unauthenticated connections"
 """Not a message: connections that connectionlimit.py closed because there were too many."""
@@ -51,11 +56,12 @@ class Sender(NamedTuple):
 
 
 class Refused(Exception):
-    """A message that is dropped; `reason` is one of the texts above."""
+    """A message that is dropped; `reason` is one of the texts above. `sender`: if it is known."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, sender: Sender | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.sender = sender
 
 
 def derive_key(key: bytes, purpose: bytes, what: bytes = b"") -> bytes:
@@ -72,7 +78,11 @@ class Signer:
     _newest = 0
     """The highest stamp of any signer in this process: also after the clock was set back, every stamp is above it."""
 
-    def __init__(self, role: str, number: int, token: bytes, clock: Callable[[], int] = time.time_ns) -> None:
+    def __init__(
+        self, role: str, number: int, token: bytes, clock: Callable[[], int] = time.time_ns, start: str = ""
+    ) -> None:
+        """`start`: see `credentials.Authority`."""
+        self._start = start.encode()
         self._code = _CODES[role]
         self._number = number
         self._token = token
@@ -84,7 +94,7 @@ class Signer:
             self._stamp = Signer._newest = max(self._stamp + 1, Signer._newest + 1, time.time_ns())
         else:
             self._stamp = max(self._stamp + 1, self._clock())
-        head = _HEAD.pack(self._code, self._number, self._stamp)
+        head = _HEAD.pack(self._code, self._number, self._stamp, self._start)
         return head + _hash(self._token, head, message)
 
 
@@ -100,11 +110,19 @@ class Verifier:
     """Verifies signatures.
 
     `keys` gives for each role the key from which its tokens are derived; roles without a key are refused. `burst` and
-    `per_s` limit the rate of each sender: `burst` messages at once, then `per_s` per second (0: no limit).
+    `per_s` limit the rate of each sender: `burst` messages at once, then `per_s` per second (0: no limit). `of_start`:
+    gives the key of another start of the run, for all roles but owners.
     """
 
-    def __init__(self, keys: Mapping[str, bytes], burst: float = 0, per_s: float = 0) -> None:
+    def __init__(
+        self,
+        keys: Mapping[str, bytes],
+        burst: float = 0,
+        per_s: float = 0,
+        of_start: Callable[[str], bytes] | None = None,
+    ) -> None:
         self._keys = keys
+        self._of_start = of_start
         self._burst = burst
         self._per_s = per_s
         self._known: dict[Sender, _Known] = {}
@@ -115,14 +133,18 @@ class Verifier:
         """Returns the message's sender. Raises Refused."""
         if len(signature) != SIGNATURE_BYTES:
             raise Refused(UNSIGNED)
-        code, number, stamp = _HEAD.unpack_from(signature)
+        code, number, stamp, start = _HEAD.unpack_from(signature)
         sender = Sender(_ROLES.get(code, ""), number)
         known = self._known.get(sender)
         if known is None:
             if sender.role not in self._keys:
                 raise Refused(WRONG_SIGNATURE)
             known = _Known(derive_token(self._keys[sender.role], *sender), self._floor, self._burst, now)
-        if not hmac.compare_digest(_hash(known.token, signature[: _HEAD.size], message), signature[_HEAD.size :]):
+        if not _is_signed(known.token, signature, message):
+            if self._of_start and sender.role != OWNER:
+                key = self._of_start(start.rstrip(b"\0").decode(errors="replace"))
+                if _is_signed(derive_token(key, *sender), signature, message):
+                    raise Refused(OTHER_START, sender)
             raise Refused(WRONG_SIGNATURE)
         if stamp <= known.stamp:
             raise Refused(REPLAYED)
@@ -142,6 +164,10 @@ class Verifier:
         if len(self._known) > REMEMBERED:
             oldest = next(iter(self._known))
             self._floor = max(self._floor, self._known.pop(oldest).stamp)
+
+
+def _is_signed(token: bytes, signature: bytes, message: Any) -> bool:
+    return hmac.compare_digest(_hash(token, signature[: _HEAD.size], message), signature[_HEAD.size :])
 
 
 def _hash(token: bytes, head: bytes, message: Any) -> bytes:

@@ -26,7 +26,18 @@ from distbelief.atomicfile import ROOM_WAIT_S, lacks_room
 from distbelief.control import messages as m
 from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Keys
-from distbelief.control.signatures import MALFORMED, UNEXPECTED, UNSIGNED, WRONG_SENDER, Refusals, Refused, Verifier
+from distbelief.control.signatures import (
+    MALFORMED,
+    OTHER_START,
+    TOO_LONG,
+    UNEXPECTED,
+    UNSIGNED,
+    WRONG_SENDER,
+    Refusals,
+    Refused,
+    Sender,
+    Verifier,
+)
 from distbelief.control.sockets import protect
 from distbelief.coordinator.journal import Journal
 from distbelief.coordinator.metricsfile import MetricsFile
@@ -37,7 +48,9 @@ from distbelief.errors import DistBeliefError
 from distbelief.steadyclock import CLOCK
 
 DEFAULT_LISTEN = "tcp://127.0.0.1:*"
-MAX_MESSAGE_BYTES = 2 << 20
+MAX_FRAME_BYTES = 2 * m.MAX_EVENT_BYTES
+"""A sender of a longer frame is disconnected before its message is read. Between the two limits the message is dropped
+under its sender's name. Our own senders send no event beyond the first limit (messages.encode)."""
 WAITING_MESSAGES = 100  # per sender; more messages wait at the sender, not in our memory
 TICK_S = 0.1
 FLUSH_S = 0.2
@@ -54,7 +67,7 @@ def bind(
     socket = context.socket(zmq.ROUTER)
     protect(socket, keys)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
     if "[" in listen:
         socket.setsockopt(zmq.IPV6, 1)
@@ -102,6 +115,8 @@ class Server:
     """The last command and its bytes, because the same command often goes to many members."""
     refusals: Refusals = field(default_factory=Refusals)
     """Includes the connections that `limit` closed."""
+    sent_back: set[Sender] = field(default_factory=set)
+    """Processes of other starts that were told to join again."""
     broken: bool = False
     """The journal could not be written."""
     room_wait_s: float = ROOM_WAIT_S
@@ -328,16 +343,30 @@ def _from_socket(server: Server) -> Iterable[tuple[bytes, m.Event]]:
         try:
             event = _heard(server.verifier, server.socket.recv_multipart())
         except Refused as refused:
+            if refused.sender and refused.reason == OTHER_START:  # it is no attack
+                _send_back(server, identity.bytes, refused.sender)
+                continue
             server.refusals.add(refused.reason)
             continue
         server.limit.authenticated(identity)
         yield identity.bytes, event
 
 
+def _send_back(server: Server, identity: bytes, sender: Sender) -> None:
+    """Tell a process of another start with the same key that its run is over."""
+    if sender not in server.sent_back:
+        server.sent_back.add(sender)
+        _say(f"{sender.role} {sender.number} is of another start with the same key, and is told to join again")
+    _post(server, identity, m.JoinAgain(server.state.epoch))
+
+
 def _heard(verifier: Verifier, frames: list[bytes]) -> m.Event:
     if len(frames) != 2:
         raise Refused(UNSIGNED)
     sender = verifier.verify(frames[0], frames[1], time.monotonic())
+    if len(frames[1]) > m.MAX_EVENT_BYTES:
+        _say(f"dropped a message of {len(frames[1]) / 1e6:.1f} MB of {sender.role} {sender.number}")
+        raise Refused(TOO_LONG)
     try:
         event = m.decode_event(frames[1])
     except msgspec.MsgspecError:

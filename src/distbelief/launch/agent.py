@@ -19,6 +19,7 @@ from distbelief.control.messages import (
     EndRun,
     EngineAttached,
     Event,
+    JoinAgain,
     KillServer,
     KillWorker,
     ServerExited,
@@ -68,6 +69,8 @@ class Agent:
         self.answered_at = time.monotonic()
         self.outcome: EndRun | None = None
         """The run's end, after the coordinator has reported it."""
+        self.is_sent_back = False
+        """The run was started again, or another one with the same key is at its address."""
         self.insistence: list[Event] = []
         """Events that are sent again with every report, because the coordinator must receive them."""
         self._launch = launch
@@ -136,6 +139,11 @@ class Agent:
         self.hosting.cancel()
         self._deadline = min(self._deadline, time.monotonic() + grace_s)
 
+    def join_again(self) -> None:
+        """The run was started again: end all members here, so that this host can join it anew."""
+        self.is_sent_back = True
+        self.finish(0.0)
+
     def finish_by(self, grace_s: float) -> None:
         """Set the latest time at which the run ends here; the coordinator may end it before."""
         until = time.monotonic() + grace_s
@@ -149,6 +157,10 @@ class Agent:
             self._obey(decode_command(self._socket.recv_multipart()[-1]))
 
     def _obey(self, command: Command) -> None:
+        if isinstance(command, JoinAgain):
+            if not self._leads and not self.ended:
+                self.join_again()
+            return
         if isinstance(command, EndRun):
             # After a failure members have nothing left to do, and a worker that still loads reads no message.
             self.outcome = command

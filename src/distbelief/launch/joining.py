@@ -15,12 +15,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from distbelief.control.addresses import host_name
+from distbelief.control.addresses import host_name, split
 from distbelief.control.credentials import Authority
 from distbelief.control.messages import (
     Answer,
@@ -33,7 +34,7 @@ from distbelief.control.messages import (
     encode,
 )
 from distbelief.control.sockets import dial, is_loopback
-from distbelief.control.unreachable import unanswered
+from distbelief.control.unreachable import attempt, unanswered
 from distbelief.coordinator.client import answer_of, ask_for_seat, host_of_run, whereabouts
 from distbelief.errors import DistBeliefError, RunInterrupted
 from distbelief.launch import parcel
@@ -53,11 +54,44 @@ ABANDONED_S = 15.0
 """If all members have ended and the coordinator is silent for this long, the run is over and its end was lost."""
 LEAVE_AFTER_S = 0.3
 """A batch system sends SIGTERM to every process; the launching process acts first, so the run is saved."""
+LOOK_AGAIN_S = 3.0
+"""How long the coordinator is silent before its address is looked up again, and how often it is then."""
 REFRESH_S = 0.2
 DECLINE_S = 5.0
 """How long a host that cannot take part waits for the coordinator to confirm that it knows."""
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What this host offers to a run. See `serve_host`."""
+
+    workers: int
+    host: str
+    servers: int | None
+    grows: bool
+    device: str
+
+
+@dataclass
+class _Leader:
+    """The coordinator's address; a coordinator that was started again may have another one."""
+
+    address: str
+    find_again: Callable[[], str] | None
+
+    def has_moved(self) -> bool:
+        """Whether its name leads to another address by now, at which a process listens."""
+        if self.find_again is None:
+            return False
+        with contextlib.suppress(DistBeliefError):  # the name is unknown for a moment
+            found = self.find_again()
+            host, port = split(found)
+            if found != self.address and attempt(host, int(port)).what == "open":
+                self.address = found
+                return True
+        return False
 
 
 def serve_host(
@@ -70,21 +104,38 @@ def serve_host(
     device: str = "",
     patience_s: float = PATIENCE_S,
     say: Say = print,
+    find_again: Callable[[], str] | None = None,
 ) -> int:
     """Host at most `workers` workers of the run until it ends, or until a signal. Returns the exit status.
 
     `servers`: how many parameter servers; None: the run decides. `grows`: the run gets these workers in addition to the
-    workers that it waits for. `device`: of these workers, if not the run's.
+    workers that it waits for. `device`: of these workers, if not the run's. `find_again`: looks up the coordinator's
+    address anew. If the run is started again with the same key, this host joins it again.
 
     Raises a DistBeliefError if this host cannot take part; the run shows the reason too.
     """
-    with Signals() as signals, parcel.private_folder() as folder:
-        offer = HostOffered(host or host_name(), secrets.token_hex(16), workers, grows)
+    terms, leader = _Terms(workers, host, servers, grows, device), _Leader(invitation.address, find_again)
+    with Signals() as signals:
+        while True:
+            now = Invitation(leader.address, invitation.secret)
+            status = _serve_one(now, terms, leader, signals, patience_s, say)
+            if status is not None:
+                return status
+            say("the run was started again, or another one with the same key: this host joins it")
+
+
+def _serve_one(
+    invitation: Invitation, terms: _Terms, leader: _Leader, signals: Signals, patience_s: float, say: Say
+) -> int | None:
+    """Serve until the run ends. Returns the exit status; None: the run was started again."""
+    workers, servers = terms.workers, terms.servers
+    with parcel.private_folder() as folder:
+        offer = HostOffered(terms.host or host_name(), secrets.token_hex(16), workers, terms.grows)
         name, content = _offered(invitation, offer, signals, patience_s, say)
         with _declining(invitation.address, Authority(invitation.secret), name, offer.nonce):
             sent = parcel.read(content)
             launch = parcel.open_here(sent, content, Path(folder), name)
-            launch = launch.with_options(device=device or launch.options.device)
+            launch = launch.with_options(device=terms.device or launch.options.device)
             if servers is None:
                 servers = -1 if launch.placement.local_workers == 0 else 0
             say(f"{name}: takes part in {sent.run_dir} with up to {workers} worker{'s' if workers != 1 else ''}")
@@ -98,7 +149,8 @@ def serve_host(
                 elsewhere=StoreAddress(sent.store),
             )
             with contextlib.closing(agent):
-                return _host(agent, invitation.address, signals, patience_s, say)
+                status = _host(agent, leader, signals, patience_s, say)
+                return None if agent.is_sent_back and not signals.count else status
 
 
 @contextlib.contextmanager
@@ -147,10 +199,10 @@ def _offered(
     raise unanswered(invitation.address, credential.coordinator_key)
 
 
-def _host(agent: Agent, address: str, signals: Signals, patience_s: float, say: Say) -> int:
+def _host(agent: Agent, leader: _Leader, signals: Signals, patience_s: float, say: Say) -> int:
     agent.poll.watch(signals.wake_fd, lambda: _drain(signals))
-    agent.begin(address)
-    leave_at = float("inf")
+    agent.begin(leader.address)
+    leave_at, look_again_s = float("inf"), LOOK_AGAIN_S
     while not agent.done:
         agent.serve(REFRESH_S)
         now = time.monotonic()
@@ -167,6 +219,13 @@ def _host(agent: Agent, address: str, signals: Signals, patience_s: float, say: 
             continue
         if agent.room.workers == 0 and agent.room.servers == 0 and agent.hosting.is_empty and not signals.count:
             return 1  # this host can start no more members
+        if silent_s < LOOK_AGAIN_S:
+            look_again_s = LOOK_AGAIN_S
+        elif silent_s >= look_again_s:
+            look_again_s = silent_s + LOOK_AGAIN_S
+            if leader.has_moved():
+                agent.join_again()
+                continue
         if silent_s > patience_s or (silent_s > ABANDONED_S and agent.hosting.is_empty and agent.hosting.has_hosted):
             say(f"{agent.host}: no message from the coordinator for {silent_s:.0f} s; this host leaves the run")
             agent.finish()

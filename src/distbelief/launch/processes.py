@@ -28,6 +28,8 @@ from distbelief.transport.shm.memfd import receive_message, send_message
 from distbelief.worker.spec import WorkerSpec
 
 _LONGEST_LINE = 1 << 16
+_SHOWN = 1000
+"""Bytes of a longer line that are shown."""
 _LAST_READS = 64  # of 64 KiB each: what a pipe can hold, and some more
 
 LogLine = Callable[[str, str], None]
@@ -75,6 +77,8 @@ class LogPipe:
         self._source = source
         self._path = path
         self._file: FileIO | None = None
+        self._is_long = False
+        """Whether the next piece continues a line of which the beginning was shown."""
         self._show = show
         self._rest = b""
         self._lost_bytes = 0
@@ -98,13 +102,14 @@ class LogPipe:
             self._keep(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
-                self._show(self._source, line.decode(errors="replace"))
-            if len(self._rest) > _LONGEST_LINE:  # a progress bar that only returns the carriage
-                self._show(self._source, self._rest.decode(errors="replace"))
-                self._rest = b""
+                self._show_line(line)
+                self._is_long = False
+            if len(self._rest) > _LONGEST_LINE:
+                self._show_line(self._rest)
+                self._rest, self._is_long = b"", True
             return True
         if self._rest:
-            self._show(self._source, self._rest.decode(errors="replace"))
+            self._show_line(self._rest)
             self._rest = b""
         return False
 
@@ -121,6 +126,15 @@ class LogPipe:
             if not self._lost_bytes:
                 self._show(self._source, f"its log {self._path} cannot be written: {error.strerror}")
             self._lost_bytes += len(data)
+
+    def _show_line(self, line: bytes) -> None:
+        """Show a line, or a piece of a long one. Of a long line only the beginning is shown, and every piece of a
+        progress bar, which returns the carriage; its log has the whole."""
+        if b"\r" in line or (len(line) <= _LONGEST_LINE and not self._is_long):
+            self._show(self._source, line.decode(errors="replace"))
+        elif not self._is_long:
+            beginning = line[:_SHOWN].decode(errors="replace")
+            self._show(self._source, f"{beginning} … a long line is cut; the whole is in logs/{self._path.name}")
 
     def close(self) -> None:
         if self._is_closed:

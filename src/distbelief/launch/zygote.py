@@ -21,15 +21,13 @@ from typing import Any, NoReturn
 import msgspec
 
 from distbelief.control.credentials import Credential
+from distbelief.control.fitting import cut
 from distbelief.controlgroups import why_fork_failed
 from distbelief.errors import JobError
 from distbelief.lifeline import die_with_parent
 from distbelief.strategies import import_sides, parse
 from distbelief.transport.shm.memfd import receive_message, send_message
 from distbelief.worker.spec import WorkerSpec
-
-_LONGEST_DETAILS = 10_000
-"""Characters of a traceback that fit into a message."""
 
 
 def main() -> None:
@@ -42,7 +40,7 @@ def _live(engine: socket.socket, strategy: str) -> None:
     try:
         _warm_up(strategy)
     except JobError as error:  # a plug-in cannot be used on this host
-        told = {"message": error.message, "hint": error.hint, "details": error.details[-_LONGEST_DETAILS:]}
+        told = {"message": cut(error.message, 1000), "hint": cut(error.hint, 1000), "details": cut(error.details, 3000)}
         with contextlib.suppress(BrokenPipeError):
             send_message(engine, {"event": "failed", **told})
         return

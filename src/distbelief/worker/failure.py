@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from distbelief.control.fitting import MOST_DETAILS, MOST_MESSAGE, cut, readable, text_of
 from distbelief.control.messages import WorkerFailed
 from distbelief.data.readers import ReaderError
 from distbelief.errors import (
@@ -36,22 +37,39 @@ def describe_failure(spec: WorkerSpec, error: BaseException, step: int, shard: i
     if isinstance(error, DistBeliefError):
         message, hint, details = error.message, error.hint, error.details
     else:
-        message = f"{type(error).__name__}: {error}"
+        said = text_of(error)
+        message = f"{type(error).__name__}: {said}"
         details, shown = _user_traceback(error)
-        hint = _hint(error, spec.options.strategy) or (
+        hint = _hint(error, said, spec.options.strategy) or (
             "the traceback shows where in the job's code it happened" if shown else ""
         )
     if isinstance(error, NonFiniteLoss | ResultsDiffer):
         step, shard = error.step, error.shard
     if isinstance(error, StepCodeError):
         step, shard = error.step, -1
-    return WorkerFailed(spec.worker, spec.host, kind, message, hint, details, step, shard)
+    message, details = map(readable, (message, details))
+    whole = ""
+    if len(message) > MOST_MESSAGE or len(details) > MOST_DETAILS:
+        whole = _keep(spec, f"{message}\n{details}\n")
+    message, details = cut(message, MOST_MESSAGE, whole), cut(details, MOST_DETAILS, whole)
+    return WorkerFailed(spec.worker, spec.host, kind, message, cut(readable(hint), MOST_MESSAGE), details, step, shard)
 
 
-def _hint(error: BaseException, strategy: str) -> str:
+def _keep(spec: WorkerSpec, text: str) -> str:
+    """Append a text to the worker's log. Returns the log's place in the run directory; "" if that cannot be."""
+    name = f"logs/worker-{spec.worker}.log"
+    try:
+        with (Path(spec.run_dir) / name).open("a", encoding="utf-8") as log:
+            log.write(text)
+    except OSError:
+        return ""
+    return name
+
+
+def _hint(error: BaseException, said: str, strategy: str) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "more shards make smaller ones; fewer workers on one device, or a smaller model, need less memory"
-    if "does not have a deterministic implementation" in str(error):
+    if "does not have a deterministic implementation" in said:
         other = f"`--strategy {form}`" if (form := parse(strategy).inexact_form) else "a strategy that is not exact"
         return f"exact strategies need kernels that give the same bits every time: use another operation, or {other}"
     return ""

@@ -24,9 +24,11 @@ from distbelief.control.messages import (
     Evaluation,
     Event,
     Heartbeat,
+    MessageTooLong,
     ServerMap,
     StepReport,
     Timing,
+    WorkerFailed,
     decode_command,
     encode,
 )
@@ -184,20 +186,25 @@ class ControlLink:
     def _beat(self, socket: zmq.Socket[bytes]) -> None:
         progress = self.progress
         reports = [progress.reports.popleft() for _ in range(len(progress.reports))]
-        evaluations = [progress.evaluations.popleft() for _ in range(len(progress.evaluations))]
-        beat = Heartbeat(
-            self._state.worker,
-            self._state.epoch,
-            self._state.generation,
-            progress.step,
-            progress.timing,
-            reports,
-            evaluations,
-            progress.waiting(),
-            self._state.phase == "finished",
-            progress.servers(),
-        )
-        self._send(socket, beat)
+        while True:
+            # One evaluation at a time: a message has room for one with many metrics, not for several.
+            evaluations = [progress.evaluations.popleft()] if progress.evaluations else []
+            beat = Heartbeat(
+                self._state.worker,
+                self._state.epoch,
+                self._state.generation,
+                progress.step,
+                progress.timing,
+                reports,
+                evaluations,
+                progress.waiting(),
+                self._state.phase == "finished",
+                progress.servers(),
+            )
+            self._send(socket, beat)
+            reports = []
+            if not progress.evaluations:
+                return
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         while True:
@@ -244,7 +251,13 @@ class ControlLink:
     def _send(self, socket: zmq.Socket[bytes], event: Event) -> None:
         """Send without blocking. If the queue is full, no coordinator has read for minutes: drop the event, because a
         new coordinator asks for all events again."""
-        message = encode(event)
+        try:
+            message = encode(event)
+        except MessageTooLong as error:
+            worker = self._state.worker
+            print(f"worker {worker}: {error.message}", flush=True)
+            hint = "this is a limit of DistBelief: shorten names in the job, or have it measure less"
+            message = encode(WorkerFailed(worker, "", "internal", error.message, hint))
         with contextlib.suppress(zmq.Again):
             socket.send_multipart([self._signer.sign(message), message], zmq.NOBLOCK)
 

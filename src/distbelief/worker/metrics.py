@@ -7,13 +7,19 @@ merges its states by its own reductions.
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from distbelief.control.fitting import cut
 from distbelief.errors import JobError
+
+LONGEST_NAME = 200
+MOST_BYTES = 1 << 18
+"""The longest text of an evaluation's metrics, as JSON: some ten thousand numbers."""
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
@@ -40,6 +46,11 @@ def is_metric_object(metric: Any) -> bool:
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
     for name, metric in metrics.items():
+        if not name.isprintable() or len(name) > LONGEST_NAME:
+            raise JobError(
+                f"the metric name {cut(name, 60)!r} is too long or has characters that cannot be printed",
+                hint=f"a name has at most {LONGEST_NAME} printable characters",
+            )
         if name == "loss":
             raise JobError("the metric name 'loss' is taken: the mean loss is always measured")
         if not is_metric_object(metric) and not callable(metric):
@@ -87,6 +98,7 @@ class ShardMetrics:
             values[name] = math.fsum(float(row[0]) for row in rows) / weight if weight else math.nan
         for name, metric in self._objects.items():
             values.update(self._compute(name, metric, shards, measured))
+        _check_size(values)
         return values
 
     def _compute(self, name: str, metric: Any, shards: int, measured: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -106,6 +118,17 @@ class ShardMetrics:
                 _merge(whole, {key: getattr(part, key) for key in metric._defaults})
         whole._to_sync = False  # it has all shards: do not gather over a torch group
         return _as_numbers(name, whole.compute())
+
+
+def _check_size(values: Mapping[str, float]) -> None:
+    """Every evaluation travels to the coordinator and is kept in shared memory, in memory of a fixed size."""
+    size = len(json.dumps(values))
+    if size > MOST_BYTES:
+        raise JobError(
+            f"the metrics of one evaluation are {len(values):,} numbers, {size / 1e6:.1f} MB with their names; "
+            f"there is room for {MOST_BYTES / 1e6:.2f} MB",
+            hint="have the metrics give fewer numbers, such as means over classes, and shorter names",
+        )
 
 
 def _merge(whole: Any, state: Mapping[str, Any]) -> None:

@@ -69,6 +69,7 @@ EVENTS: list[m.Event] = [
     m.ServerExited(1, -9),
 ]
 COMMANDS: list[m.Command] = [
+    m.JoinAgain(3),
     m.StartGeneration(1, 2, [m.Member(0, "here", (0, 4)), m.Member(3, "there", (4, 8))], "shm"),
     m.StartGeneration(1, 2, [], "gloo"),
     m.StartGeneration(
@@ -154,3 +155,36 @@ def test_garbage_is_rejected(data: bytes) -> None:
 def test_well_formed_messages_of_the_wrong_shape_are_rejected(content: object) -> None:
     with pytest.raises(msgspec.MsgspecError):
         m.decode_event(msgspec.msgpack.encode(content))
+
+
+FAILED = m.WorkerFailed(1, "here", "user", "a" * 3_000_000, "", "b" * 3_000_000, 7, 3)
+
+
+def test_an_event_is_cut_where_the_coordinator_would_drop_it() -> None:
+    data = m.encode(FAILED)
+    assert len(data) < 100_000
+    found = m.decode_event(data)
+    assert isinstance(found, m.WorkerFailed)
+    assert (found.worker, found.kind, found.step, found.shard) == (1, "user", 7, 3)
+    assert " … 3.0 MB cut … aaa" in found.message
+    assert " … 3.0 MB cut … bbb" in found.traceback
+
+
+def test_text_that_is_no_unicode_arrives_as_escapes() -> None:
+    found = m.decode_event(m.encode(m.HostDeclined("here\udcff", "no \0 room", "n")))
+    assert found == m.HostDeclined("here\\udcff", "no \\x00 room", "n")
+    part = m.TracePart(1, "worker-1-0.json", 0, b"\xff\0")
+    assert m.decode_event(m.encode(part)) == part
+
+
+def test_an_event_that_no_cut_makes_short_enough_is_refused_by_its_sender() -> None:
+    many = m.Evaluation(4, {f"{number:07}": 1.0 for number in range(200_000)})
+    with pytest.raises(m.MessageTooLong, match=r"Heartbeat of 3.4 MB is longer than the coordinator takes \(2.1 MB\)"):
+        m.encode(m.Heartbeat(1, 2, 3, 4, m.Timing(), [], [many]))
+
+
+def test_commands_have_no_limit() -> None:
+    """Their receivers take any length."""
+    members = [m.Member(number, "host" * 10, (number, number + 1)) for number in range(50_000)]
+    start = m.StartGeneration(1, 1, members, "gloo")
+    assert m.decode_command(m.encode(start)) == start

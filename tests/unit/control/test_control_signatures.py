@@ -112,8 +112,14 @@ def test_a_server_speaks_for_workers_to_servers_at_most() -> None:
 
 def test_members_of_another_start_or_run_are_strangers_but_an_owner_with_the_key_is_not() -> None:
     other, again = Authority(bytes(32), "first"), Authority(AUTHORITY.secret, "second")
-    for one in (other.worker(3), other.owner(), again.worker(3), again.server(3)):
+    for one in (other.worker(3), other.agent(), other.owner()):
         assert reason(AUTHORITY.verifier(), one.signer().sign(b"m"), b"m") == signatures.WRONG_SIGNATURE
+    for one in (again.worker(3), again.server(3), again.agent()):
+        signature = one.signer().sign(b"m")
+        assert reason(AUTHORITY.verifier(), signature, b"m") == signatures.OTHER_START
+        assert reason(AUTHORITY.verifier(), signature, b"n") == signatures.WRONG_SIGNATURE
+        renamed = msgspec.structs.replace(one, start="third").signer().sign(b"m")  # only the key's owner has its token
+        assert reason(AUTHORITY.verifier(), renamed, b"m") == signatures.WRONG_SIGNATURE
     assert not reason(AUTHORITY.verifier(), again.owner().signer().sign(b"m"), b"m")
     assert again.owner().coordinator_key == AUTHORITY.worker(3).coordinator_key != other.worker(3).coordinator_key
     assert again.worker(3).servers_key != AUTHORITY.worker(3).servers_key

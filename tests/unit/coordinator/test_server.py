@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -89,6 +90,19 @@ def test_a_whole_run(tmp_path: Path, disturbed: bool) -> None:
             assert [line["counts"] for line in at_the_end if line["kind"] == "refused"]
         else:
             assert "not from this run" not in log
+
+
+def test_who_has_sent_a_message_that_is_too_long_is_named(tmp_path: Path) -> None:
+    """Our own senders send none. The sender stays connected."""
+    with coordinator(tmp_path) as process:
+        long = process.dealer()
+        mine = signer(AUTHORITY.worker(3))
+        data = msgspec.msgpack.encode(m.WorkerFailed(3, "here", "user", "x" * m.MAX_EVENT_BYTES))
+        long.send_multipart([mine.sign(data), data])
+        process.until_it_says("dropped a message of 2.1 MB of worker 3")
+        tell(long, m.WorkerFinished(worker=3, generation=1, step=2))
+        process.until_it_says("WorkerFinished of worker 3, which has not joined")
+        process.until_it_says("1 too long")
 
 
 def test_a_failure_reaches_everybody(tmp_path: Path) -> None:

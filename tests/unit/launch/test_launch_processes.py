@@ -1,10 +1,14 @@
-"""The environment of the process that workers are forked from."""
+"""The processes of a run: the environment of the zygote, and the output of each process."""
 
 from __future__ import annotations
 
+import os
+import threading
+from pathlib import Path
+
 import pytest
 
-from distbelief.launch.processes import zygote_environment
+from distbelief.launch.processes import LogPipe, zygote_environment
 
 
 @pytest.mark.parametrize(
@@ -20,3 +24,49 @@ from distbelief.launch.processes import zygote_environment
 )
 def test_the_strategy_says_whether_workers_keep_freed_memory(strategy: str, keeps: bool) -> None:
     assert ("GLIBC_TUNABLES" in zygote_environment(strategy, {})) == keeps
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        (b"one\ntwo", ["one", "two"]),
+        (
+            b"a" * 300_000 + b"\nnext\n",
+            ["a" * 1000 + " … a long line is cut; the whole is in logs/worker-0.log", "next"],
+        ),
+        (b"b" * 300_000, ["b" * 1000 + " … a long line is cut; the whole is in logs/worker-0.log"]),
+    ],
+)
+def test_of_a_long_line_the_beginning_is_shown_and_the_log_has_the_whole(
+    tmp_path: Path, printed: bytes, shown: list[str]
+) -> None:
+    lines: list[str] = []
+    log = LogPipe("worker 0", tmp_path / "worker-0.log", lambda source, line: lines.append(line))
+    writer = threading.Thread(target=_write, args=(log, printed))
+    writer.start()
+    while log.pump():
+        pass
+    writer.join()
+    log.close()
+    assert lines == shown
+    assert (tmp_path / "worker-0.log").read_bytes() == printed
+
+
+def test_a_progress_bar_of_one_endless_line_is_shown_again_and_again(tmp_path: Path) -> None:
+    lines: list[str] = []
+    log = LogPipe("worker 0", tmp_path / "worker-0.log", lambda source, line: lines.append(line))
+    writer = threading.Thread(target=_write, args=(log, b"".join(b"%06d %%\r" % number for number in range(40_000))))
+    writer.start()
+    while log.pump():
+        pass
+    writer.join()
+    log.close()
+    assert len(lines) >= 2
+    assert lines[-1].endswith("039999 %\r")
+
+
+def _write(log: LogPipe, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(log.write_fd, view) :]
+    log.close_write()

@@ -43,6 +43,7 @@ def test_a_live_view_survives_a_terminal_that_goes(
         view = open_view(stream, plain=plain, elapsed_s=3700)
         assert type(view).__name__ == kind
         view.started(tmp_path, 2)
+        view.refresh()
         shown = ""
         while "workers" not in shown:  # in both views' first lines
             shown += os.read(terminal, 10_000).decode()

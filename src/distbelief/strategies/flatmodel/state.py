@@ -34,7 +34,7 @@ from distbelief.transport.exchange import Exchange, tile_views
 from distbelief.transport.shm.segment import Memory, Segment
 
 _PAGE = 4096
-_NOTE_BYTES = 1 << 16
+_NOTE_BYTES = 1 << 19
 _NOTE_HEAD = struct.Struct("qq")  # steps applied when the note was written, and its length
 _STEP = np.dtype(
     [
@@ -246,13 +246,14 @@ class ReplicaState:
         ]
 
     def write_note(self, applied: int, content: bytes) -> None:
-        """Store a note with the state after `applied` steps. A note that is too long is dropped."""
-        if len(content) <= _NOTE_BYTES - _NOTE_HEAD.size:
-            buffer = self.segment.buffer
-            _NOTE_HEAD.pack_into(buffer, self._note_at, -1, 0)
-            at = self._note_at + _NOTE_HEAD.size
-            buffer[at : at + len(content)] = content
-            _NOTE_HEAD.pack_into(buffer, self._note_at, applied, len(content))
+        """Store a note with the state after `applied` steps."""
+        if len(content) > _NOTE_BYTES - _NOTE_HEAD.size:
+            raise ValueError(f"a note of {len(content)} bytes is too long")
+        buffer = self.segment.buffer
+        _NOTE_HEAD.pack_into(buffer, self._note_at, -1, 0)
+        at = self._note_at + _NOTE_HEAD.size
+        buffer[at : at + len(content)] = content
+        _NOTE_HEAD.pack_into(buffer, self._note_at, applied, len(content))
 
     def note(self) -> tuple[int, bytes]:
         """(steps applied when the note was written, content). Empty content: there is no note."""

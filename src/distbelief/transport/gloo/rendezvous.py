@@ -19,6 +19,7 @@ from distbelief.control.credentials import Credential
 from distbelief.control.sockets import dial
 from distbelief.transport.abort import Abort
 from distbelief.transport.gloo.rendezvousserver import (
+    MAX_MESSAGE_BYTES,
     Add,
     Answer,
     Check,
@@ -109,6 +110,10 @@ class RendezvousStore(Store):
 
     def _send(self, request: Request) -> None:
         message = encode(request)
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise dist.DistStoreError(
+                f"a message of {len(message) / 1e6:.1f} MB is too long for the rendezvous of a group"
+            )
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart([self._signer.sign(message), message], zmq.NOBLOCK)
 

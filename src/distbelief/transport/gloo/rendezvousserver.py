@@ -20,7 +20,7 @@ from msgspec import Struct
 from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Credential
 from distbelief.control.messages import Decoder
-from distbelief.control.signatures import MALFORMED, UNSIGNED, Refusals, Refused, Verifier
+from distbelief.control.signatures import MALFORMED, TOO_LONG, UNSIGNED, Refusals, Refused, Verifier
 from distbelief.control.sockets import protect
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -136,7 +136,7 @@ def serve(host: str, port: int, credential: Credential, listening: Callable[[int
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         protect(socket, credential.server_keys())
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.IPV6, int(":" in host))
         where = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         try:
@@ -169,7 +169,10 @@ def _heard(frames: list[bytes], verifier: Verifier, refusals: Refusals) -> Reque
     try:
         if len(frames) != 2:
             raise Refused(UNSIGNED)
-        verifier.verify(frames[0], frames[1])
+        sender = verifier.verify(frames[0], frames[1])
+        if len(frames[1]) > MAX_MESSAGE_BYTES:
+            print(f"dropped a message of {len(frames[1]) / 1e6:.1f} MB of {sender.role} {sender.number}", flush=True)
+            raise Refused(TOO_LONG)
         return decode_request(frames[1])
     except (Refused, msgspec.MsgspecError) as error:
         refusals.add(error.reason if isinstance(error, Refused) else MALFORMED)

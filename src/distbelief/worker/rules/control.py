@@ -14,6 +14,7 @@ from distbelief.control.messages import (
     Command,
     EndRun,
     Introduce,
+    JoinAgain,
     Member,
     PastGeneration,
     Refuse,
@@ -127,6 +128,9 @@ def step(state: WorkerState, event: Command | GenerationFinished) -> tuple[Worke
     if isinstance(event, GenerationFinished):
         current = event.generation == state.generation and state.phase == "training"
         return (replace(state, phase="finished") if current else state), []
+    if isinstance(event, JoinAgain):  # of another run, which has epochs of its own
+        leave = Leave("stopped", "another start of the run is at the coordinator's address")
+        return replace(state, phase="ended"), [*([AbortStep(RUN_ENDS)] if state.phase == "training" else []), leave]
     if event.epoch < state.epoch:
         return state, []  # from an older coordinator that was replaced
     match event:

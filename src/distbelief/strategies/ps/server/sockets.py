@@ -22,6 +22,7 @@ import zmq
 from distbelief.control.addresses import own_address, tcp
 from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Credential
+from distbelief.control.fitting import MOST_DETAILS, MOST_MESSAGE, cut, text_of
 from distbelief.control.messages import (
     EXIT_REPORTED,
     EndRun,
@@ -237,10 +238,12 @@ class ServerSockets:
 
     def fail(self, error: BaseException) -> None:
         traceback.print_exc()
-        message, hint = f"{type(error).__name__}: {error}", "see its log in the logs folder of the run"
+        log = f"logs/server-{self._spec.worker}.log"
+        message, hint = f"{type(error).__name__}: {text_of(error)}", "see its log in the logs folder of the run"
         details = "".join(traceback.format_exception(error))
         if isinstance(error, DistBeliefError):
             message, hint, details = error.message, error.hint, error.details
+        message, details = cut(message, MOST_MESSAGE, log), cut(details, MOST_DETAILS, log)
         self._tell(ServerFailed(self._spec.worker, self._spec.host, message, hint, details))
 
     def close(self) -> None:
