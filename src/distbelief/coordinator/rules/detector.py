@@ -195,7 +195,7 @@ class Pulse:
         for early, late in pairwise(times[-_KEPT_STEPS - 1 :]):
             # A difference that is not positive is a repeat. One that is longer than the time that passed here is of two
             # clocks: members of two hosts have committed the steps.
-            if 0 < (took_s := min(late - early, now - until)):
+            if (took_s := min(late - early, now - until)) > 0:
                 durations.append(took_s)
                 until += took_s
         recent = tuple(durations[-_KEPT_STEPS:])
