@@ -14,7 +14,7 @@ from bench.checkpoint.figures import Save, Trace
 from bench.recovery.watch import LAUNCH_LIMIT_S, started, wait_for
 from bench.running import BENCH, Command
 from distbelief.checkpoint.reading import list_checkpoints
-from distbelief.observe.records import Tail
+from distbelief.coordinator.metricsfile import Tail
 
 STEPS = 10_000_000
 KEPT = 2

@@ -30,7 +30,7 @@ from bench.convergence.figure import draw
 from bench.options import count, some_of
 from bench.running import BENCH
 from distbelief.chaos.inject import Throttle, Victim, catch
-from distbelief.observe.records import Tail
+from distbelief.coordinator.metricsfile import records as metrics_of
 
 DATA = "/usr/share/datasets/fashion-mnist"
 FIXED = "ps:sync, no balancing"
@@ -100,7 +100,7 @@ def train(options: Sequence[str], sets: Sequence[str], slowed: bool) -> dict[str
         if process.returncode:
             log.seek(0)
             raise SystemExit(f"a run failed: {' '.join(options)}\n{log.read()}")
-        records = list(Tail(run_dir / "metrics.jsonl").read())
+        records = list(metrics_of(run_dir / "metrics.jsonl"))
     result = json.loads(output.strip().splitlines()[-1])
     steps = [one for one in records if one["kind"] == "step"]
     began, samples, curve = steps[0]["at"], 0, []

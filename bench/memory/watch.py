@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distbelief.coordinator.journal import read as read_journal
-from distbelief.observe.records import Tail
+from distbelief.coordinator.metricsfile import Tail
 
 POLL_S = 0.02
 LIMIT_S = 600.0

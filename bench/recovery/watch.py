@@ -23,7 +23,7 @@ from bench import running
 from bench.recovery.figures import Commit, Kill, Observed, victims_generation, whole_again
 from bench.running import DriverFailed
 from distbelief.coordinator.journal import read as read_journal
-from distbelief.observe.records import Tail
+from distbelief.coordinator.metricsfile import Tail
 
 Answer = TypeVar("Answer")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.options import DEFAULT_STRATEGY, STUCK_AFTER_S, RunOptions, profile_text
+from distbelief.options import DEFAULT_STRATEGY, STUCK_AFTER_S, RunOptions, absolute, profile_text
 from distbelief.result import Result, result_of
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ def train(
     keep_every: int = 0,
     keep_best: str = "",
     begin_from: str | Path = "",
+    impure: bool = False,
+    recheck: str | int = "auto",
     on: str = "local",
     profile: bool | str | tuple[int, int] = False,
     quiet: bool = False,
@@ -60,7 +62,9 @@ def train(
     Workers save a checkpoint every 500 steps (`save_every=500`) or every ten minutes (`"10m"`), and at the end, to
     `checkpoints`, a folder or URL; by default to the run directory. The run keeps the newest `keep_last` checkpoints,
     every checkpoint whose step is a multiple of `keep_every`, and the best one by a metric (`keep_best="accuracy"`).
-    `begin_from`: weights to start with, of a run, a checkpoint or a safetensors file. `on`: where to run, as in
+    `recheck`: how often another worker computes a shard again ("all", "never", or a number of steps).
+    `begin_from`: weights to start with, of a run, a checkpoint or a safetensors file. `impure`: train although the
+    purity check finds that the result will depend on the cluster (docs/purity.md). `on`: where to run, as in
     `distbelief train --on` ("ray"). `profile`: record where the time of some steps goes: True for ten steps after the
     first ten, or "10:20"; the result has the summary and the path of the trace. `RunOptions` declares every option.
 
@@ -103,19 +107,22 @@ def train(
         keep_every=keep_every,
         keep_best=keep_best,
         begin_from=os.fspath(begin_from),
+        impure=impure,
         profile=profile_text(profile),
+        recheck=str(recheck),
     )
     source = JobSource(sys_path=tuple(sys.path), pickled=_pickled(job))
     engines.check(on)
-    launch = Launch(_run_dir(run_dir, job.name or "job"), options, source, Placement(on=on))
+    launch = Launch(run_dir_named(run_dir, job.name or "job"), options, source, Placement(on=on))
     with _view(quiet) as view:
         return _run(launch, view)
 
 
 def resume(
-    run_dir: str | Path,
+    run: str | Path,
     job: Job | None = None,
     *,
+    run_dir: str | Path | None = None,
     workers: int | None = None,
     strategy: str | Strategy | None = None,
     on: str = "local",
@@ -125,12 +132,16 @@ def resume(
 
     With any number of workers the weights at the end are those of a run that was never interrupted. `job` is needed
     where the run was started by `train` with a Job: the same one again. A run that is complete is left alone.
+
+    `run` is the run directory; or, where that is lost, the folder or URL of the run's checkpoints. The run then gets a
+    new run directory, `run_dir`.
     """
     from distbelief.launch import engines
 
     engines.check(on)
     with _view(quiet) as view:
-        return resume_run(Path(run_dir), workers=workers, strategy=strategy, view=view, job=job, on=on)
+        there = run_to_resume(run, run_dir)
+        return resume_run(there, workers=workers, strategy=strategy, view=view, job=job, on=on)
 
 
 def run_file(
@@ -153,12 +164,30 @@ def run_file(
 
     options = msgspec.structs.replace(options, strategy=str(_parsed(options.strategy)))
     source = JobSource(str(path.resolve()), settings, tuple(sys.path))
-    launch = Launch(_run_dir(run_dir, path.stem), options, source, placement or Placement())
+    launch = Launch(run_dir_named(run_dir, path.stem), options, source, placement or Placement())
     if adjust:
         launch = replace(launch, adjust=adjust)
     if engine:
         launch = engine.arrange(launch)
     return _run(launch, view, engine.announce if engine else None)
+
+
+def run_to_resume(run: str | Path, run_dir: str | Path | None) -> Path:
+    """The run directory of the run to resume. `run`: a run directory, or the checkpoints of a run without one, which
+    gets the directory `run_dir`."""
+    from distbelief.launch.adoption import adopt, names_checkpoints
+
+    where = os.fspath(run)
+    if not names_checkpoints(where):
+        if run_dir is not None:
+            raise DistBeliefError(
+                f"{where} is a run directory, and the run continues in it",
+                hint="a new run directory is for a run that is resumed from its checkpoints alone",
+            )
+        return Path(run)
+    made = run_dir_named(run_dir, where.rstrip("/").rpartition("/")[2] or "run")
+    adopt(absolute(where), made)
+    return made
 
 
 def resume_run(
@@ -232,7 +261,8 @@ def _parsed(strategy: str | Strategy) -> Strategy:
     return parse(strategy) if isinstance(strategy, str) else strategy
 
 
-def _run_dir(wanted: str | Path | None, name: str) -> Path:
+def run_dir_named(wanted: str | Path | None, name: str) -> Path:
+    """The user's run directory, or a new name."""
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     return Path(wanted) if wanted else Path("runs") / f"{name}-{stamp}"
 
@@ -255,6 +285,7 @@ def _run(launch: Launch, view: View, announce: Announce | None = None) -> Result
 
     from distbelief.control.messages import PROFILE_FOLDER
     from distbelief.launch import engines
+    from distbelief.launch.adoption import keep_beside_checkpoints
     from distbelief.launch.launch import keep_launch
     from distbelief.launch.rundir import make_run_dir
 
@@ -267,6 +298,7 @@ def _run(launch: Launch, view: View, announce: Announce | None = None) -> Result
     if options.begin_from and not launch.resumed:
         launch = launch.with_options(begin_from=_pinned(launch, view))
     keep_launch(launch)
+    keep_beside_checkpoints(launch)
     if not options.profile:
         return result_of(engines.run(launch, view, announce), launch.run_dir, started)
     (launch.run_dir / PROFILE_FOLDER).mkdir(exist_ok=True)

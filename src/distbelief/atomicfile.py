@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,10 @@ from typing import TypeVar
 from distbelief.errors import DistBeliefError
 
 Verdict = TypeVar("Verdict")
+
+ROOM_WAIT_S = 1800.0
+"""How long a run waits for room on a full disk, where it cannot do without: time for a person to free some."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_whole(path: Path, write: Callable[[Path], object], check: Callable[[Path], Verdict]) -> Verdict:
@@ -33,20 +38,32 @@ def write_whole(path: Path, write: Callable[[Path], object], check: Callable[[Pa
         return check(draft)
 
 
-def replace_file(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write `content` to `path`. `private`: only the owner can read the file, also while it is a draft.
-
-    The file is not forced to disk: a crash of the machine may lose it, a crash of the process cannot.
-    """
+def replace_file(path: Path, content: bytes, *, private: bool = False, durable: bool = False) -> None:
+    """Write `content` to `path`. `private`: only the owner can read the file, also while it is a draft. `durable`: a
+    crash of the machine cannot lose the file; otherwise only a crash of the process cannot."""
     draft = _draft_of(path)
     try:
         draft.unlink(missing_ok=True)  # of a killed process with our process number, perhaps with other rights
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if private else 0o666)
         with open(fd, "wb") as file:
             file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         draft.replace(path)
+        if durable:
+            force_to_disk(path.parent)
     finally:
         _remove(draft)
+
+
+def lacks_room(error: BaseException | None) -> bool:
+    """Whether the disk is full, or a quota or a limit of file sizes is reached: a person can make room meanwhile.
+
+    >>> lacks_room(OSError(errno.ENOSPC, "No space left on device")), lacks_room(OSError(errno.EIO, "I/O error"))
+    (True, False)
+    """
+    return isinstance(error, OSError) and error.errno in _NO_ROOM
 
 
 def force_to_disk(path: Path | str) -> None:

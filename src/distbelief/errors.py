@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 
 class DistBeliefError(Exception):
     """An error that the user can act on. `hint` says what to do next; `details` is a traceback or a longer text."""
@@ -35,6 +37,15 @@ class NotEnoughMemory(DistBeliefError):
     """The shared segments do not fit into the memory that is free."""
 
 
+class GradientsDiffer(DistBeliefError):
+    """Two members computed different gradients for one shard. Raised on every member before the step is applied."""
+
+    def __init__(self, message: str, hint: str, step: int, shard: int) -> None:
+        super().__init__(message, hint=hint)
+        self.step = step
+        self.shard = shard
+
+
 class NonFiniteLoss(DistBeliefError):
     """The loss is NaN or infinite. Raised on every member before the step is applied."""
 
@@ -45,3 +56,17 @@ class NonFiniteLoss(DistBeliefError):
         )
         self.step = step
         self.shard = shard
+
+
+class StepCodeError(DistBeliefError):
+    """A function of the job failed in a step, outside of all shards: `schedule`, or a function of `after_update`."""
+
+    def __init__(self, what: str, step: int, error: Exception | None = None) -> None:
+        """`what`: the function and what it did. `error`: what the function raised."""
+        told, details = f"{what} at step {step}", ""
+        if error is not None:
+            told += f": {type(error).__name__}: {error}"
+            details = "".join(traceback.format_exception(error))
+        hint = "the traceback shows where in the job's code it happened" if details else ""
+        super().__init__(told, hint=hint, details=details)
+        self.step = step

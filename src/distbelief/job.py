@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from distbelief.errors import JobError
+from distbelief.errors import JobError, StepCodeError
 from distbelief.shards import default_shards
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ class Job:
     """Step -> factor on every parameter group's learning rate."""
     clip_norm: float | None = None
     """Largest global norm of the gradient."""
+    after_update: Mapping[str, Callable[[torch.Tensor], object]] = field(default_factory=dict)
+    """Pattern of parameter names (`critic.*`) -> function of one whole parameter, which changes it in place or returns
+    its new value. Applied after every update, to the parameters that the optimizer has updated. It must be pure."""
     precision: Precision = "fp32"
     """"bf16" runs forward and loss under autocast."""
     matmul: Matmul = "torch"
@@ -93,6 +97,19 @@ class Job:
     def resolved_shards(self) -> int:
         return self.shards or default_shards(self.global_batch)
 
+    def rate_factor(self, step: int) -> float:
+        """The factor on every learning rate in a step."""
+        if self.schedule is None:
+            return 1.0
+        try:
+            factor = self.schedule(step)
+            is_finite = math.isfinite(factor)
+        except Exception as error:
+            raise StepCodeError("`schedule` failed", step, error) from error
+        if not is_finite:
+            raise StepCodeError(f"`schedule` returned {factor}", step)
+        return factor
+
     def _problem(self) -> str:
         for name in ("loss", "optimizer", "model"):
             if not callable(getattr(self, name)):
@@ -121,6 +138,14 @@ class Job:
             return '`compile` and `matmul="onednn"` do not go together: leave one of them out'
         if self.clip_norm is not None and not self.clip_norm > 0:
             return f"`clip_norm` must be above 0, not {self.clip_norm!r}"
+        after_update: object = self.after_update
+        if not isinstance(after_update, Mapping) or not all(
+            isinstance(pattern, str) and callable(function) for pattern, function in after_update.items()
+        ):
+            return (
+                "`after_update` must map patterns of parameter names to functions of a parameter, for example "
+                '{"critic.*": lambda p: p.clamp_(-0.01, 0.01)}'
+            )
         if self.readers < 1:
             return f"`readers` must be at least 1, not {self.readers}"
         return ""

@@ -20,11 +20,14 @@ from distbelief.errors import DistBeliefError
 
 DEFAULT_STRATEGY = "allreduce"
 STUCK_AFTER_S = 300.0
+RECHECKED_EVERY = 128
+"""Steps between two rechecks, unless the user chooses. docs/recheck.md derives the number."""
 USUAL_STEPS = "auto"
 """Value of `profile`: some steps after the first ones."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.ASCII)
+_PASSWORD = re.compile(r"(\w+)://[^/@:]*:([^/@]+)@")
 _STEPS = re.compile(r"(\d+):(\d+)", re.ASCII)
 
 
@@ -42,6 +45,16 @@ class SavePlan(msgspec.Struct, frozen=True):
     """Keep checkpoints whose step is a multiple of this; 0: none for this reason."""
     keep_best: tuple[str, bool] | None = None
     """A metric, and whether higher is better."""
+
+
+class RecheckPlan(msgspec.Struct, frozen=True):
+    """Which steps are rechecked: one in `every`; 0: none. `whole`: all shards of such a step, instead of a few."""
+
+    every: int = 0
+    whole: bool = False
+
+
+NEVER = RecheckPlan()
 
 
 class ProfilePlan(msgspec.Struct, frozen=True):
@@ -93,6 +106,26 @@ def best(text: str) -> tuple[str, bool] | None:
     return name, not lower
 
 
+@lru_cache(maxsize=64)
+def recheck_plan(text: str) -> RecheckPlan:
+    """
+    >>> recheck_plan("auto"), recheck_plan("all"), recheck_plan("10")
+    (RecheckPlan(every=128, whole=False), RecheckPlan(every=1, whole=True), RecheckPlan(every=10, whole=False))
+    >>> recheck_plan("never")
+    RecheckPlan(every=0, whole=False)
+    """
+    wanted = text.strip().lower()
+    named = {"auto": RecheckPlan(RECHECKED_EVERY), "all": RecheckPlan(1, whole=True), "never": NEVER}
+    if wanted in named:
+        return named[wanted]
+    if wanted.isdecimal() and wanted.isascii() and int(wanted) > 0:
+        return RecheckPlan(int(wanted))
+    raise DistBeliefError(
+        f"{text!r} does not say how often to recheck",
+        hint="give `auto`, `all`, `never`, or a number N for one step in N",
+    )
+
+
 def profile_plan(text: str, is_sent: bool = False) -> ProfilePlan | None:
     """
     >>> profile_plan("10:20"), profile_plan("auto").end, profile_plan("")
@@ -120,6 +153,23 @@ def profile_text(profile: bool | str | tuple[int, int]) -> str:
     if isinstance(profile, bool):
         return USUAL_STEPS if profile else ""
     return profile if isinstance(profile, str) else ":".join(str(step) for step in profile)
+
+
+def without_password(where: str) -> None:
+    """Raises if a URL holds a password: it would stay in the files of the run.
+
+    >>> without_password("s3://bucket/run"), without_password("sftp://me@host/run")
+    (None, None)
+    """
+    if not (found := _PASSWORD.search(where)):
+        return
+    protocol = found[1].upper()
+    names = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" if protocol == "S3" else f"FSSPEC_{protocol}_PASSWORD"
+    shown = where[: found.start(2)] + "…" + where[found.end(2) :]
+    raise DistBeliefError(
+        f"{shown} has a password in it, which would stay in the files of the run",
+        hint=f"leave it out of the URL, and set it in the environment: {names}",
+    )
 
 
 def absolute(where: str) -> str:
@@ -186,7 +236,10 @@ class RunOptions(msgspec.Struct, frozen=True):
         ),
     ] = "10m"
     checkpoints: Annotated[
-        str, Option("Where checkpoints go: a folder, s3://… Default: RUN/checkpoints.", metavar="URL")
+        str,
+        Option(
+            "Where checkpoints go: a folder, s3://… Default: RUN/checkpoints.", metavar="URL", check=without_password
+        ),
     ] = ""
     keep_last: Annotated[int, Option("Keep the newest K checkpoints.", metavar="K", least=1)] = 3
     keep_every: Annotated[int, Option("Keep also checkpoints whose step is a multiple of M.", metavar="M", least=0)] = 0
@@ -196,11 +249,29 @@ class RunOptions(msgspec.Struct, frozen=True):
     ] = ""
     begin_from: Annotated[
         str,
-        Option("Weights to begin with: a run, a checkpoint, a .safetensors file.", flag="--from", metavar="PATH"),
+        Option(
+            "Weights to begin with: a run, a checkpoint, a .safetensors file.",
+            flag="--from",
+            metavar="PATH",
+            check=without_password,
+        ),
     ] = ""
     profile: Annotated[
         str, Option('Steps to profile, as in "10:20"; "auto": some steps after the first ones.', check=profile_plan)
     ] = ""
+    impure: Annotated[
+        bool,
+        Option("Train although the purity check finds that the result will depend on the cluster; say so once."),
+    ] = False
+    recheck: Annotated[
+        str,
+        Option(
+            "How often another worker computes a shard again, to find machines that compute wrongly and code with "
+            "hidden state: all shards of every step, a few shards of one step in N, or never.",
+            metavar="auto|all|never|N",
+            check=recheck_plan,
+        ),
+    ] = "auto"
     most_steps: Annotated[int, Option("End the run after this many steps; 0: as many as the job has.", least=0)] = 0
 
     def __post_init__(self) -> None:

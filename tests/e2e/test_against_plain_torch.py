@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from distbelief.shards import shard_seed
 from tests.e2e.jobs import plain
 from tests.support.runs.command import JOBS, Outcome
-from tests.support.runs.plainloop import samples_of, seed_all, tree_sum
+from tests.support.runs.plainloop import clip_weights, samples_of, seed_all, tree_sum
 
 Cli = Callable[..., Outcome]
 
@@ -54,6 +54,7 @@ def plain_loop(model: torch.nn.Module) -> list[float]:
             parameter.grad.mul_(min(1.0, plain.CLIP / (norm + 1e-6)))
         optimizer.param_groups[0]["lr"] = 5e-3 * plain.rate(step)
         optimizer.step()
+        clip_weights(model)
         losses.append(sum(sums) / count)
     return losses
 

@@ -25,6 +25,11 @@ def expect(outcome: Outcome, status: int, *texts: str) -> None:
     [
         ("model", 1, ["worker 2 on", "ValueError: boom in the model", "(step 0, shard 3)", "in forward", "Traceback"]),
         ("nan", 1, ["the loss is nan at step 0, shard 0", "not applied"]),
+        (
+            "schedule",
+            1,
+            ["worker ", "`schedule` failed at step 3: ZeroDivisionError: division by zero\n", "in <lambda>"],
+        ),
         ("empty", 2, ["the data set is empty"]),
         ("memory", 1, ["not enough memory", "GiB are needed", "GiB are free"]),
         ("reader-dies", 1, ["reader process", "SIGKILL", "17"]),

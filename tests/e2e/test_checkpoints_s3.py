@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -70,6 +71,30 @@ def test_the_store_goes_and_comes_back(start: Start, distbelief: Cli, tmp_path: 
     assert outcome.json["weights_sha256"] == undisturbed(*job)
     check_whole(run_dir, outcome.json)
     assert list_checkpoints(FOLDER)[0] == 400
+
+
+def test_the_leading_machine_is_lost_with_its_disk(start: Start, distbelief: Cli, tmp_path: Path, gate: Gate) -> None:
+    machine, brake = tmp_path / "machine", tmp_path / "brake"
+    machine.mkdir()
+    brake.touch()
+    shutil.copy(JOB, machine / "job.py")
+    settings = ["--set", "brake_s=0.1", "--set", "steps=60"]
+    where = ["--run-dir", machine / "run", "--checkpoints", FOLDER, "--save-every", 5]
+    run = start("train", machine / "job.py", *settings, *where, "--workers", 2)
+    until(lambda: list_checkpoints(FOLDER), run)
+    kill_everything(run)
+    shutil.rmtree(machine)
+    newest = list_checkpoints(FOLDER)[0]
+
+    brake.unlink()
+    outcome = distbelief("resume", FOLDER, "--run-dir", "new", "--workers", 3, "--json")
+    assert f"the run goes on from step {newest} ({FOLDER})" in outcome.stderr
+    assert outcome.json["weights_sha256"] == undisturbed(JOB, *settings)
+    assert outcome.json["run_dir"] == "new"
+    assert (tmp_path / "new" / "code" / "job.py").read_bytes() == JOB.read_bytes()
+
+    again = distbelief("resume", FOLDER, "--run-dir", "new")
+    assert "the run is complete" in again.stdout
 
 
 def test_a_bucket_that_is_not_there(distbelief: Cli, tmp_path: Path, gate: Gate) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from distbelief.shards import shard_seed
 from tests.e2e.jobs import plain
 from tests.support.runs.command import JOBS, Outcome, Run
-from tests.support.runs.plainloop import samples_of, seed_all, tree_sum
+from tests.support.runs.plainloop import clip_weights, samples_of, seed_all, tree_sum
 from tests.support.runs.reference import undisturbed
 from tests.support.runs.saved import sealed
 from tests.support.runs.watched import Watched
@@ -122,6 +122,7 @@ def plain_local_loop(model: torch.nn.Module, local: int, replicas: int) -> list[
                     parameter.grad.mul_(min(1.0, plain.CLIP / (norm + 1e-6)))
                 optimizer.param_groups[0]["lr"] = 5e-3 * plain.rate(step)
                 optimizer.step()
+                clip_weights(model)
             named = dict(model.named_parameters())
             differences.append([(start[name] - value.detach()) for name, value in named.items()])
             buffers.append([b.clone() for b in floats])
@@ -130,6 +131,7 @@ def plain_local_loop(model: torch.nn.Module, local: int, replicas: int) -> list[
         for parameter, total in zip(parameters, tree_sum(differences), strict=True):
             parameter.grad = total * (1.0 / replicas)
         outer.step()
+        clip_weights(model)
         for buffer, total in zip(floats, tree_sum(buffers), strict=True):
             buffer.copy_(total / replicas)
         model.norm.num_batches_tracked.copy_(counted[0])

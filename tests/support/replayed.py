@@ -13,6 +13,7 @@ import msgspec
 from distbelief.checkpoint.saving import seal, write_part
 from distbelief.control.messages import WorkerFailed
 from distbelief.coordinator.journal import Journal
+from distbelief.coordinator.metricsfile import NAME, Steps
 from distbelief.errors import NonFiniteLoss
 from distbelief.launch.launch import Launch, keep_launch
 from distbelief.options import RunOptions
@@ -116,7 +117,7 @@ def journalled(run_dir: Path, ended: Mapping[str, Any]) -> None:
 
 def _unrecorded(run_dir: Path, launch: Launch) -> RecordedRun:
     canary: Any = None  # nothing is compared with it
-    return RecordedRun(run_dir, launch, JobFacts("allreduce", canary), {})
+    return RecordedRun(run_dir, launch, JobFacts("allreduce", canary), Steps(run_dir / NAME))
 
 
 def _failure(error: Exception, step: int) -> dict[str, Any]:

@@ -33,6 +33,15 @@ def test_a_number_of_steps_or_a_time_or_the_end(text: str, steps: int, seconds: 
     assert interval(text) == (steps, seconds)
 
 
+@pytest.mark.parametrize("option", ["checkpoints", "begin_from"])
+def test_a_password_in_a_url_is_refused_and_not_repeated(option: str) -> None:
+    with pytest.raises(DistBeliefError) as caught:
+        RunOptions(1, "allreduce", **{option: "sftp://me:hunter2@store/run"})  # type: ignore[arg-type]
+    assert "sftp://me:…@store/run has a password in it" in caught.value.message
+    assert "hunter2" not in caught.value.message + caught.value.hint
+    assert "FSSPEC_SFTP_PASSWORD" in caught.value.hint
+
+
 def test_never_is_not_even_at_the_end() -> None:
     assert interval("never") is None
 
@@ -101,6 +110,8 @@ def test_another_order_is_an_error(text: str) -> None:
         ({"shares": (1.0, float("inf"))}, "every share must be a finite number above 0"),
         ({"save_every": "often"}, "'often' does not say how often to save"),
         ({"keep_best": ":min"}, "':min' does not say what the best checkpoint is"),
+        ({"recheck": "often"}, "'often' does not say how often to recheck"),
+        ({"recheck": "0"}, "'0' does not say how often to recheck"),
         ({"profile": "20:10"}, "'20:10' does not say which steps to profile"),
     ],
 )

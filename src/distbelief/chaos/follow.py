@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distbelief.observe.records import Record, Tail
+from distbelief.coordinator.metricsfile import NAME, Record, Tail
 from distbelief.steadyclock import CLOCK
 
 
@@ -87,7 +87,7 @@ class RunFollower:
         self.seen = Seen()
         self.records: list[Record] = []
         self._journal = JournalTail(run_dir / "journal.jsonl")
-        self._metrics = Tail(run_dir / "metrics.jsonl")
+        self._metrics = Tail(run_dir / NAME)
         self._run_dir = run_dir
 
     def poll(self) -> Seen:
@@ -96,8 +96,9 @@ class RunFollower:
             record.setdefault("at", CLOCK.now())
             self.records.append(record)
             self.seen = advance(self.seen, record)
-        for record in self._metrics.read():
-            self.seen = advance(self.seen, record)
+        while found := self._metrics.read():
+            for record in found:
+                self.seen = advance(self.seen, record)
         return self.seen
 
     def coordinator(self) -> Record | None:

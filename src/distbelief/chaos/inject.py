@@ -27,6 +27,7 @@ from distbelief.chaos.relay import Relay
 from distbelief.chaos.rules.schedule import Fault
 from distbelief.chaos.rules.verdict import ENDS_A_WORKER, Note, Record
 from distbelief.errors import DistBeliefError
+from distbelief.lifeline import READER
 from distbelief.steadyclock import CLOCK
 
 # --- signals to processes of this run -----------------------------------------------------------------------------
@@ -200,7 +201,7 @@ class Injector:
     def missed(self) -> list[str]:
         """The sentences that were not carried out, each with the reason."""
         late = [f"{fault} (the run ended before)" for fault in timeline.never_due(self._pending)]
-        return late + [f"{fault} (no member would have been left)" for fault in self._waiting]
+        return late + [f"{fault} ({_why_not(fault)})" for fault in self._waiting]
 
     @property
     def journal(self) -> list[Record]:
@@ -255,6 +256,8 @@ class Injector:
         victim = None if worker is None else self._victims[worker]
         if worker is None or victim is None:
             return False
+        if fault.kind == "kill reader":
+            return self._kill_reader(fault, worker, victim)
         self._note(fault, f"worker {worker}, process {victim.pid}", worker)
         self._strike(fault, worker, victim)
         return True
@@ -314,6 +317,19 @@ class Injector:
         victim.close()
         return True
 
+    def _kill_reader(self, fault: Fault, worker: int, of: Victim) -> bool:
+        found: list[int] = []
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process(of.pid).children(recursive=True)
+            found = sorted(child.pid for child in children if child.name() == READER)
+        victim = catch(self._dice.choice(found)) if found else None
+        if victim is None:
+            return False
+        self._note(fault, f"worker {worker}, reader process {victim.pid}")
+        victim.kill()
+        victim.close()
+        return True
+
     def _kill_server(self, fault: Fault, seen: Seen) -> bool:
         living = [number for number in sorted(seen.servers) if number not in self._servers_killed]
         if not seen.doubled or len(living) < len(seen.servers):
@@ -349,3 +365,7 @@ class Injector:
                     self._say(f"fault: the request for {workers} workers was not answered: {error.message}")
                     return
             self._over.wait(ASK_AGAIN_S)
+
+
+def _why_not(fault: Fault) -> str:
+    return "no reader process was found" if fault.kind == "kill reader" else "no member would have been left"

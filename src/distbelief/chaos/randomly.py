@@ -12,9 +12,9 @@ LAST_PART = 0.8
 """No fault is planned in the last fifth of a run: the run would often end before its answer to the fault."""
 
 
-def random_schedule(seed: int, workers: int, steps: int, servers: int = 0) -> str:
+def random_schedule(seed: int, workers: int, steps: int, servers: int = 0, readers: int = 0) -> str:
     """A few faults of any kind, spread over the run, as a schedule's text. A single parameter server is never killed:
-    no other server has its data.
+    no other server has its data. `readers`: the reader processes of a worker.
 
     >>> random_schedule(1, 4, 100) == random_schedule(1, 4, 100)
     True
@@ -22,7 +22,9 @@ def random_schedule(seed: int, workers: int, steps: int, servers: int = 0) -> st
     dice = random.Random(seed)
     number = dice.randint(FEWEST, MOST)
     # Each kind at most once before any repeats, so that a few schedules cover all kinds.
-    possible = [kind for kind in KINDS if servers > 1 or kind != "kill server"]
+    impossible = {"kill server"} if servers < 2 else set()
+    impossible |= {"kill reader"} if readers == 0 else set()
+    possible = [kind for kind in KINDS if kind not in impossible]
     kinds = dice.sample(possible, k=len(possible))[:number]
     last = max(1, int(steps * LAST_PART))
     places = sorted(dice.randint(1, last) for _ in kinds)

@@ -23,10 +23,9 @@ from distbelief.chaos.relay import Relay
 from distbelief.chaos.rules.schedule import Fault
 from distbelief.chaos.rules.verdict import Closeness, Evidence, Note, Record
 from distbelief.control.messages import ScaleRequested
-from distbelief.coordinator import client, journal
+from distbelief.coordinator import client, journal, metricsfile
 from distbelief.errors import DistBeliefError, RunInterrupted
 from distbelief.observe.plain import PlainView
-from distbelief.observe.records import Tail
 from distbelief.options import RunOptions
 from distbelief.result import Result
 from distbelief.verification.compare import Comparison, Trained, allow_for_noise, compare, default_tolerance
@@ -61,6 +60,11 @@ def run_twin(plan: Plan, stream: TextIO) -> Evidence:
     """Run the job without faults."""
     result = _run(plan, plan.run_dir / "twin", stream, None)
     return _evidence(result, journal.read(Path(result.run_dir) / "journal.jsonl"))
+
+
+def readers_of(twin: Evidence) -> int:
+    """The reader processes of a worker that train; 0: the data is in memory."""
+    return int(json.loads((Path(twin.run_dir) / "job.json").read_text())["readers"])
 
 
 def run_under_faults(plan: Plan, name: str, faults: Sequence[Fault], seed: int, stream: TextIO) -> FaultyRun:
@@ -107,7 +111,7 @@ def _ask(run_dir: Path, workers: int) -> str:
 
 
 def _evidence(result: Result, records: Sequence[Record]) -> Evidence:
-    metrics = Tail(Path(result.run_dir) / "metrics.jsonl").read()
+    metrics = metricsfile.records(Path(result.run_dir) / metricsfile.NAME)
     return Evidence(result.run_dir, result.steps, result.weights_sha256, tuple(metrics), tuple(records))
 
 

@@ -7,6 +7,8 @@ fit in the memory of one.
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import BinaryIO
 
 import torch
 
-from distbelief.atomicfile import drafted, writing
+from distbelief.atomicfile import drafted, lacks_room, writing
 from distbelief.checkpoint.lazy import Outline, outlines_of
 from distbelief.checkpoint.manifest import DTYPES
 from distbelief.checkpoint.parts import BLOCK_BYTES, Placed, begins, dtype_name, encode_header, memory_of
@@ -27,6 +29,13 @@ KINDS = {name: kind for name, (kind, _) in DTYPES.items()} | {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
 """The type's name in torch -> its name in safetensors; a weights file may hold a few more types than a checkpoint."""
+
+
+_RETRY_S = 0.5
+_NO_ROOM_HINT = (
+    "free some space; if it was the end of a run, `distbelief resume RUN` then takes the run up from its newest "
+    "checkpoint and writes the file"
+)
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -103,16 +112,19 @@ def weights_sha256_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def save_weights(
-    model: torch.nn.Module, path: Path, besides: Mapping[str, torch.Tensor | Streamed] = MappingProxyType({})
+    model: torch.nn.Module,
+    path: Path,
+    besides: Mapping[str, torch.Tensor | Streamed] = MappingProxyType({}),
+    room_wait_s: float = 0.0,
 ) -> str:
     """Write the tensors that `load_state_dict` expects to a safetensors file, completely or not at all. Returns
     `weights_sha256`.
 
-    `besides`: tensors that belong to the weights but not to the model.
+    `besides`: tensors that belong to the weights but not to the model. `room_wait_s`: see `write_weights`.
     """
     every: dict[str, torch.Tensor | Streamed] = {**named_tensors(model), **besides}
     outlines = {name: (one.dtype, tuple(one.shape)) for name, one in {**persistent_tensors(model), **besides}.items()}
-    return write_weights(path, outlines, ((name, every[name]) for name in sorted(every)))
+    return write_weights(path, outlines, ((name, every[name]) for name in sorted(every)), room_wait_s)
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -121,12 +133,16 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def write_weights(
-    path: Path, outlines: Mapping[str, Outline], tensors: Iterable[tuple[str, torch.Tensor | Streamed]]
+    path: Path,
+    outlines: Mapping[str, Outline],
+    tensors: Iterable[tuple[str, torch.Tensor | Streamed]],
+    room_wait_s: float = 0.0,
 ) -> str:
     """Write a safetensors file from tensors that arrive one at a time, in name order, completely or not at all.
 
     `outlines` lists the tensors of the file; other tensors only enter the digest. Returns the digest of all tensors.
-    Every written byte is read back before the file gets its name.
+    Every written byte is read back before the file gets its name. Room for the whole file is taken before the first
+    tensor is asked for, and waited for `room_wait_s`: tensors of many members are gathered once only.
 
     >>> import tempfile
     >>> model = torch.nn.Linear(2, 1)
@@ -145,6 +161,7 @@ def write_weights(
         with writing(path):
             file = draft.open("r+b")
         with file:
+            _take_room(path, file, len(header) + sum(tensor.size_bytes for tensor in placed), room_wait_s)
             _write(path, file, 0, [header])
             for name, value in tensors:  # outside of `writing`: an error of the tensors is no error of the file
                 outline = value.dtype, tuple(value.shape)
@@ -162,6 +179,24 @@ def write_weights(
         if found != written.hexdigest():
             raise DistBeliefError(f"{path} has other bytes when it is read back", hint="check the disk")
     return every.hexdigest()
+
+
+def _take_room(path: Path, file: BinaryIO, size_bytes: int, room_wait_s: float) -> None:
+    until, waits = time.monotonic() + room_wait_s, False
+    while size_bytes:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+            return
+        except OSError as error:
+            if not lacks_room(error):
+                return  # a file system that cannot reserve: writing tells whether there is room
+            os.ftruncate(file.fileno(), 0)  # what was reserved in part is others' meanwhile
+            if time.monotonic() >= until:
+                raise DistBeliefError(f"cannot write {path}: {error.strerror}", hint=_NO_ROOM_HINT) from error
+            if not waits:
+                print(f"cannot write {path}: {error.strerror}; it waits {room_wait_s:.0f} s for room", flush=True)
+            waits = True
+            time.sleep(_RETRY_S)
 
 
 def _placed(outlines: Mapping[str, Outline]) -> list[Placed]:

@@ -110,13 +110,14 @@ def _trials(
     from distbelief.chaos.report import totals
     from distbelief.chaos.rules.schedule import write
     from distbelief.chaos.rules.verdict import judge
-    from distbelief.chaos.trial import how_close, run_under_faults
+    from distbelief.chaos.trial import how_close, readers_of, run_under_faults
     from distbelief.strategies import parse as parse_strategy
 
     promise = _promise(plan.strategy)
     for number in range(random or 1):
         if random:
-            text = random_schedule(seed + number, plan.workers, twin.steps, parse_strategy(plan.strategy).servers)
+            servers = parse_strategy(plan.strategy).servers
+            text = random_schedule(seed + number, plan.workers, twin.steps, servers, readers_of(twin))
             name = f"faults-{number + 1}"
             _say(stream, f"schedule {number + 1} of {random} (--random 1 --seed {seed + number}): {text}")
         else:

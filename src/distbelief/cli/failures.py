@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import select
+import sys
 import textwrap
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -33,6 +35,22 @@ class Commands(TyperGroup):
         except KeyboardInterrupt as error:
             _report(ctx, DistBeliefError("interrupted"))
             raise typer.Exit(130) from error
+        except EOFError as error:  # of which typer would say "Aborted." and nothing else
+            raise RuntimeError("a process or a file ended where more was expected") from error
+        except BrokenPipeError as error:  # of which typer would say nothing
+            if any(_is_closed(stream) for stream in (sys.stdout, sys.stderr)):
+                raise
+            raise RuntimeError("a process ended while it was being told something") from error
+
+
+def _is_closed(stream: TextIO) -> bool:
+    """Whether nobody reads any more what is written there, as after `| head`."""
+    try:
+        look = select.poll()
+        look.register(stream.fileno(), 0)
+        return any(event & select.POLLERR for _, event in look.poll(0))
+    except (OSError, ValueError):  # it is closed on our side, or is no file
+        return True
 
 
 def _report(ctx: Any, error: DistBeliefError) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from distbelief import __version__
+from distbelief.cli.attach import attach
 from distbelief.cli.average import average
 from distbelief.cli.chaos import chaos
 from distbelief.cli.checkpoint import checkpoint
@@ -24,6 +26,7 @@ from distbelief.cli.replay import replay
 from distbelief.cli.resume import resume
 from distbelief.cli.scale import scale
 from distbelief.cli.slurm import slurm
+from distbelief.cli.stop import stop
 from distbelief.cli.train import train
 from distbelief.cli.verify import verify
 from distbelief.cli.worker import worker
@@ -37,6 +40,8 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(resume)
+app.command()(attach)
+app.command()(stop)
 app.command()(checkpoint)
 app.command()(scale)
 app.command()(coordinator)
@@ -69,11 +74,31 @@ def options(
     """Distributed training whose results do not depend on the cluster."""
 
 
+class _Output(io.FileIO):
+    """The file of stdout or stderr. When its reader has gone (`| head`, a terminal that was closed), the output is
+    dropped: what a command does, and its exit status, do not depend on who reads."""
+
+    def write(self, data: Any) -> int:
+        try:
+            written: int = super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            return memoryview(data).nbytes
+        return written
+
+
+def _lenient(stream: Any) -> Any:
+    """The same stream over `_Output`. A worker may print any character; a terminal that cannot show one must not end
+    the run."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    file = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(file, stream.encoding, errors="replace", line_buffering=stream.line_buffering)
+
+
 def main() -> None:
-    # A worker may print any character; a terminal that cannot show one must not end the run.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    sys.stdout, sys.stderr = _lenient(sys.stdout), _lenient(sys.stderr)
     app(prog_name="distbelief")
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from distbelief.cli.detach import Detach, check_detachable, go_on_detached
 from distbelief.cli.engines import On, placed
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.cli.keys import KeyFile, key_file
@@ -32,7 +33,7 @@ HERE = "127.0.0.1"
 
 
 @with_run_options(
-    *("strategy", "threads", "device", "min_workers", "balance", "stuck_after_s"),
+    *("strategy", "threads", "device", "min_workers", "balance", "stuck_after_s", "impure", "recheck"),
     *("save_every", "checkpoints", "keep_last", "keep_every", "keep_best", "begin_from"),
 )
 def train(
@@ -57,6 +58,7 @@ def train(
     key: KeyFile = None,
     profile: Profile = False,
     profile_steps: ProfileSteps = "",
+    detach: Detach = False,
     json: AsJson = False,
     plain: Plain = False,
 ) -> None:
@@ -64,6 +66,8 @@ def train(
     ctx.meta[MACHINE_OUTPUT] = json
     from distbelief.control.addresses import endpoint
 
+    if detach:
+        check_detachable(on)
     key_path = key_file(key)
     where = endpoint(listen)
     asked = LauncherRequest(on, job.stem, workers, run_dir, "" if listen == HERE else where, key_path)
@@ -74,7 +78,7 @@ def train(
             workers, run_dir = engine.workers, engine.run_dir
         parts = parse_shares(shares, workers)
 
-        from distbelief.api import count_of_workers, run_file  # after the checks, which need none of it
+        from distbelief.api import count_of_workers, run_dir_named, run_file  # after the checks, which need none of it
         from distbelief.launch.launch import Placement
 
         chosen = RunOptions(
@@ -84,6 +88,9 @@ def train(
             **options,
         )
         placement = Placement(on, where, key_path)
+        if detach:
+            run_dir = run_dir_named(run_dir, job.stem)
+            go_on_detached(run_dir, resumed=False, json=json)
         stream = sys.stderr if json else sys.stdout
         view = open_view(stream, plain=plain)
         # With --json, only the object goes to stdout, even if the job prints. The view is closed inside the block: a

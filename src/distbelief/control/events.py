@@ -140,6 +140,8 @@ class WorkerReady(Struct, frozen=True, tag=True):
     canary: Canary
     gpu: str = ""
     """The globally unique name of the accelerator that holds the worker's state; empty: the host's memory holds it."""
+    notices: list[str] = []
+    """What the user is told when the run starts, if this worker is the first to be ready."""
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
@@ -196,7 +198,9 @@ class WorkerExited(Struct, frozen=True, tag=True):
 
     worker: int
     status: int
-    """As in subprocess: an exit code, or minus the signal's number."""
+    """As in subprocess: an exit code, or minus the signal's number; or STATUS_NOT_STARTED."""
+    reason: str = ""
+    """Why it could not be started."""
 
 
 class StepTakenOver(Struct, frozen=True, tag=True):
@@ -407,6 +411,7 @@ class ServerExited(Struct, frozen=True, tag=True):
 
     server: int
     status: int
+    reason: str = ""
 
 
 Event = (

@@ -18,6 +18,8 @@ from distbelief.control.events import Event
 SECRET_BYTES = 32
 STATUS_UNKNOWN = -1000
 """In place of an exit status: the process is dead, and its status is not known yet."""
+STATUS_NOT_STARTED = -1001
+"""In place of an exit status: the host could not start the process."""
 RUN_ENDS = "the run ends"
 """The reason for an abort after which no started step needs to be finished."""
 PROFILE_FOLDER = "profile"

@@ -13,12 +13,16 @@ import os
 import select
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import zmq
 from msgspec import Struct
 
+from distbelief.atomicfile import ROOM_WAIT_S, lacks_room
 from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Authority
 from distbelief.control.messages import SECRET_BYTES
@@ -26,14 +30,17 @@ from distbelief.control.signatures import Refusals
 from distbelief.coordinator import client
 from distbelief.coordinator import server as edge
 from distbelief.coordinator.journal import Journal
+from distbelief.coordinator.metricsfile import MetricsFile
 from distbelief.coordinator.rules.replay import resumed
 from distbelief.coordinator.rules.state import RunConfig, resume
-from distbelief.coordinator.runfiles import MetricsFile, reported
+from distbelief.coordinator.runfiles import reported
 from distbelief.errors import DistBeliefError
 from distbelief.lifeline import die_with_parent
 from distbelief.steadyclock import CLOCK
 
 _MAX_ORDER_BYTES = 1 << 20
+
+T = TypeVar("T")
 
 
 class Order(Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,6 +59,8 @@ class Order(Struct, frozen=True, forbid_unknown_fields=True):
     """Of the launching process's clock: a coordinator that replaces another one goes on with the same clock."""
     resume: str = ""
     """Not empty: resume a run that is over, or whose members are all gone, with this strategy."""
+    room_wait_s: float = ROOM_WAIT_S
+    """How long a decision waits for room on a full disk."""
 
 
 class EngineLink:
@@ -94,8 +103,12 @@ def main() -> int:
 def _run(order: Order, engine: EngineLink) -> int:
     run_dir = Path(order.run_dir)
     CLOCK.continue_from(order.clock_offset_s)
+    path = run_dir / "journal.jsonl"
+    # Nothing depends yet on the first coordinator of a run, or of a resumption: a full disk is told at once.
+    takes_over = not order.resume and path.exists() and path.stat().st_size > 0
+    room_wait_s = order.room_wait_s if takes_over else 0.0
     with (
-        Journal.open(run_dir / "journal.jsonl") as journal,
+        _when_there_is_room(lambda: Journal.open(path), room_wait_s, engine) as journal,
         contextlib.closing(MetricsFile(run_dir / "metrics.jsonl")) as metrics,
         zmq.Context() as context,
     ):
@@ -109,14 +122,39 @@ def _run(order: Order, engine: EngineLink) -> int:
                 records.append(resumed(resume(order.config, journal.epoch, now, records), order.resume, now))
                 journal.append(records[-1])
             state = resume(order.config, journal.epoch, now, records, *known)
-            with client.advertised(run_dir, address, authority, journal.epoch, order.host):
+            with contextlib.ExitStack() as stack:
+
+                def advertise() -> None:
+                    stack.enter_context(client.advertised(run_dir, address, authority, journal.epoch, order.host))
+
+                _when_there_is_room(advertise, room_wait_s, engine)
                 _answer({"address": address, "epoch": journal.epoch})
                 server = edge.Server(
                     *(socket, limit, journal, metrics, authority.verifier(), state),
                     parcel=lambda: _parcel(run_dir),
                     refusals=refusals,
+                    room_wait_s=order.room_wait_s,
                 )
                 return edge.serve(server, engine)
+
+
+def _when_there_is_room(act: Callable[[], T], room_wait_s: float, engine: EngineLink) -> T:
+    """Wait for room on a full disk: the members train on, and a coordinator that gave up would be started again."""
+    since = time.monotonic()
+    waited = False
+    while True:
+        try:
+            return act()
+        except (OSError, DistBeliefError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if not lacks_room(cause) or time.monotonic() - since > room_wait_s or engine.read():
+                if isinstance(error, DistBeliefError):
+                    raise
+                raise DistBeliefError(f"the coordinator cannot start: {error}", hint="free some space") from error
+            if not waited:
+                print(f"coordinator: {error}; it waits {room_wait_s:.0f} s for room", file=sys.stderr, flush=True)
+            waited = True
+        time.sleep(edge.RETRY_S)
 
 
 def _parcel(run_dir: Path) -> bytes:

@@ -18,13 +18,13 @@ from distbelief.control.sockets import dial
 from distbelief.control.unreachable import unanswered
 from distbelief.errors import DistBeliefError
 
-_FILE = "coordinator.json"
+ADVERTISEMENT = "coordinator.json"
 
 
 @contextlib.contextmanager
 def advertised(run_dir: Path, address: str, authority: Authority, epoch: int, host: str = "") -> Iterator[None]:
     """Within this context a process that may read the file in the run directory can reach the coordinator."""
-    path = run_dir / _FILE
+    path = run_dir / ADVERTISEMENT
     known = {"address": address, "secret": authority.secret.hex(), "start": authority.start, "host": host}
     content = {**known, "pid": os.getpid(), "epoch": epoch}
     replace_file(path, json.dumps(content).encode(), private=True)
@@ -86,11 +86,11 @@ def host_of_run(run_dir: Path) -> str:
 
 def _advertisement(run_dir: Path) -> dict[str, str]:
     try:
-        content = json.loads((run_dir / _FILE).read_text())
+        content = json.loads((run_dir / ADVERTISEMENT).read_text())
         return {name: str(content[name]) for name in ("address", "secret", "start", "host")}
     except FileNotFoundError:
         if (run_dir / "journal.jsonl").exists():
             raise DistBeliefError(f"the run in {run_dir} is not running", hint="it has ended or was stopped") from None
         raise DistBeliefError(f"{run_dir} is no run directory", hint="give the folder that `train` printed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DistBeliefError(f"cannot read {run_dir / _FILE}: {error}", hint="is it your run?") from error
+        raise DistBeliefError(f"cannot read {run_dir / ADVERTISEMENT}: {error}", hint="is it your run?") from error

@@ -11,6 +11,7 @@ sentence (rules/replay.py).
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import zlib
@@ -32,7 +33,7 @@ _MARK = b',"crc32":'
 class Journal:
     """Open one with `Journal.open(path)`, in a `with` block."""
 
-    def __init__(self, path: Path, lock_fd: int, fd: int, replayed: list[Entry]) -> None:
+    def __init__(self, path: Path, lock_fd: int, fd: int, replayed: list[Entry], end: int) -> None:
         self.path = path
         self.replayed = replayed
         """The records from before this opening, oldest first."""
@@ -40,6 +41,8 @@ class Journal:
         """The number of this incarnation of the coordinator."""
         self._lock_fd = lock_fd
         self._fd = fd
+        self._end = end
+        """Where the last whole record ends."""
 
     @classmethod
     def open(cls, path: Path) -> Journal:
@@ -54,7 +57,7 @@ class Journal:
             replayed, end = _replay(path.read_bytes(), path)
             os.ftruncate(fd, end)
             force_to_disk(path.parent)
-            journal = cls(path, lock_fd, fd, replayed)
+            journal = cls(path, lock_fd, fd, replayed, end)
             reason = "a coordinator has taken over" if journal.epoch > 1 else "the run has begun"
             begun = {"kind": "epoch", "epoch": journal.epoch, "at": CLOCK.now(), "pid": os.getpid(), "reason": reason}
             journal.append(begun)
@@ -68,15 +71,19 @@ class Journal:
         return journal
 
     def append(self, entry: Entry) -> None:
-        """Write one record; it is durable when this returns. An OSError leaves the journal as it was before."""
-        before = os.fstat(self._fd).st_size
+        """Write one record; it is durable when this returns. After an OSError the caller may try again."""
+        line = _encode(entry)
+        # Half a record of a failed try in the middle would make the next one, and so the whole journal, unreadable.
+        if os.fstat(self._fd).st_size > self._end:
+            os.ftruncate(self._fd, self._end)
         try:
-            _write(self._fd, _encode(entry))
+            _write(self._fd, line)
             os.fsync(self._fd)
         except OSError:
-            # Half a record in the middle would make the next one, and so the whole journal, unreadable.
-            os.ftruncate(self._fd, before)
+            with contextlib.suppress(OSError):  # a full disk may refuse that too: the next try does it
+                os.ftruncate(self._fd, self._end)
             raise
+        self._end = os.fstat(self._fd).st_size
 
     def close(self) -> None:
         os.close(self._fd)

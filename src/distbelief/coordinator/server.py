@@ -4,6 +4,9 @@ The server performs the outputs of `state.step` and decides nothing itself. It o
 signed, are malformed, are not allowed for their sender (rules/authorization.py), or make no sense in the present state.
 An event is two frames, its signature and the msgpack bytes; a command is one frame. Heartbeats and ticks are not
 written to the journal; decisions are, as the state machine's Records.
+
+While the journal's disk has no room, a decision waits, and everything after it (`_append`): to the members that is a
+coordinator that is away, and they train on. Messages are received meanwhile, and handled afterwards.
 """
 
 from __future__ import annotations
@@ -19,15 +22,17 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from distbelief.atomicfile import ROOM_WAIT_S, lacks_room
 from distbelief.control import messages as m
 from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Keys
 from distbelief.control.signatures import MALFORMED, UNEXPECTED, UNSIGNED, WRONG_SENDER, Refusals, Refused, Verifier
 from distbelief.control.sockets import protect
 from distbelief.coordinator.journal import Journal
+from distbelief.coordinator.metricsfile import MetricsFile
 from distbelief.coordinator.rules import state as s
 from distbelief.coordinator.rules.authorization import FROM_SERVERS, FROM_WORKERS, is_introduced, may_send
-from distbelief.coordinator.runfiles import MetricsFile, keep_trace
+from distbelief.coordinator.runfiles import keep_trace
 from distbelief.errors import DistBeliefError
 from distbelief.steadyclock import CLOCK
 
@@ -38,6 +43,8 @@ TICK_S = 0.1
 FLUSH_S = 0.2
 LINGER_MS = 2000
 MOST_COMPLAINTS = 100
+RETRY_S = 0.5
+"""How often a full disk is tried again."""
 
 
 def bind(
@@ -96,11 +103,16 @@ class Server:
     refusals: Refusals = field(default_factory=Refusals)
     """Includes the connections that `limit` closed."""
     broken: bool = False
-    """The journal or the metrics file could not be written."""
+    """The journal could not be written."""
+    room_wait_s: float = ROOM_WAIT_S
+    """How long a decision waits for room on the disk before the run ends."""
+    backlog: dict[object, tuple[bytes, m.Event]] = field(default_factory=dict)
+    """Messages that were received while a decision waited, in their order. Of repeated reports only the last."""
+    stop_reason: Callable[[], str] = lambda: ""
 
 
 def serve(server: Server, wakeup: Wakeup) -> int:
-    """Run until the state machine returns Exit. Returns the exit status: 0 if all records and lines are on disk.
+    """Run until the state machine returns Exit. Returns the exit status: 0 if all records are on disk.
 
     The socket stays open with its last messages in it: closing it and its context sends them.
     """
@@ -108,6 +120,7 @@ def serve(server: Server, wakeup: Wakeup) -> int:
     poller.register(server.socket, zmq.POLLIN)
     poller.register(server.limit.events, zmq.POLLIN)
     poller.register(wakeup.fileno(), zmq.POLLIN | zmq.POLLERR)
+    server.stop_reason = wakeup.read
     next_tick = next_flush = time.monotonic()
     done = False
     while not done:
@@ -127,12 +140,8 @@ def serve(server: Server, wakeup: Wakeup) -> int:
         if now >= next_flush and not done:
             next_flush = now + FLUSH_S
             _tell_of_refusals(server, now)
-            done = perform(server, [], flush=True)
-    try:
-        server.metrics.flush()
-    except OSError as error:
-        server.broken = True
-        _say(f"cannot write {server.metrics.path}: {error.strerror}")
+            _flush(server)
+    _flush(server)
     return 1 if server.broken else 0
 
 
@@ -165,11 +174,9 @@ def handle(server: Server, event: s.Input, identity: bytes = b"") -> bool:
     return perform(server, outputs, identity)
 
 
-def perform(server: Server, outputs: Iterable[s.Output], sender: bytes = b"", flush: bool = False) -> bool:
+def perform(server: Server, outputs: Iterable[s.Output], sender: bytes = b"") -> bool:
     """Perform outputs in order. Returns whether the run is over. If the disk fails, the run ends and all are told."""
     try:
-        if flush:
-            server.metrics.flush()
         return _perform(server, outputs, sender)
     except OSError as error:
         if server.broken:
@@ -177,8 +184,8 @@ def perform(server: Server, outputs: Iterable[s.Output], sender: bytes = b"", fl
         server.broken = True
         text = f"the coordinator cannot write the run's files in {server.metrics.path.parent}: {error.strerror}"
         _say(text)
-        failed = s.CoordinatorFailed(text, "free some space, or check the permissions of the run directory")
-        server.state, outputs = s.step(server.state, failed, server.clock())
+        hint = "free some space, or check the permissions of the run directory; then `distbelief resume` goes on"
+        server.state, outputs = s.step(server.state, s.CoordinatorFailed(text, hint), server.clock())
         return _perform(server, outputs, sender)
 
 
@@ -210,13 +217,70 @@ def _record(server: Server, entry: dict[str, Any]) -> None:
         if entry["kind"] == "ended" and server.refusals.counts:
             _tell_of_refusals(server, math.inf)
             entry = {**entry, "refused": dict(server.refusals.counts)}
-        server.metrics.flush()
-        server.journal.append(entry)
+        _flush(server)
+        _append(server, entry)
     except OSError as error:
         if not server.broken:
             raise
         # The disk has failed before; the members must still be told.
         _say(f"could not record {entry['kind']} ({entry['reason']}): {error.strerror}")
+
+
+def _flush(server: Server) -> None:
+    if news := server.metrics.flush():
+        _say(news)
+
+
+def _append(server: Server, entry: dict[str, Any]) -> None:
+    """Make a decision durable. A disk without room is waited for: nothing is carried out that is not recorded."""
+    since: float | None = None
+    while True:
+        try:
+            server.journal.append(entry)
+            break
+        except OSError as error:
+            now = time.monotonic()
+            if since is None:
+                since = now
+                if lacks_room(error) and not server.broken:
+                    _say(
+                        f"cannot write the journal {server.journal.path}: {error.strerror}; the members train on, and "
+                        f"the decision '{entry['kind']}' waits {server.room_wait_s:.0f} s for room: free some space"
+                    )
+            if not lacks_room(error) or server.broken or now - since > server.room_wait_s or server.stop_reason():
+                raise
+            _stand_by(server, RETRY_S)
+    if since is not None:
+        text = f"the journal can be written again after {time.monotonic() - since:.0f} s; the run goes on"
+        _say(text)
+        server.metrics.add({"kind": "notice", "text": f"the coordinator: {text}", "at": server.clock()})
+
+
+def _stand_by(server: Server, seconds: float) -> None:
+    """Receive messages, to be handled later, and tell the agents that this coordinator lives."""
+    until = time.monotonic() + seconds
+    while (left_s := until - time.monotonic()) > 0:
+        server.socket.poll(math.ceil(left_s * 1000))
+        for identity, event in _from_socket(server):
+            key = _repeated(event) or object()
+            server.backlog.pop(key, None)
+            server.backlog[key] = identity, event
+        server.limit.enforce()
+    for identity in server.engines.values():
+        _post(server, identity, m.Answer(server.state.epoch, True, "heard"))
+    _flush(server)
+
+
+def _repeated(event: m.Event) -> tuple[str, object] | None:
+    """What this event repeats, if only the last one counts: a heartbeat without reports, a host's whole state."""
+    match event:
+        case m.EngineAttached(host=host):
+            return ("host", host)
+        case m.ServerBeat(server=server):
+            return ("server", server)
+        case m.Heartbeat(worker=worker, reports=[], evaluations=[]):
+            return ("worker", worker)
+    return None
 
 
 def _send(server: Server, worker: int, command: m.Command) -> None:
@@ -242,7 +306,18 @@ def _post(server: Server, identity: bytes, command: m.Command, *more: bytes) -> 
 
 
 def _received(server: Server) -> Iterable[tuple[bytes, m.Event]]:
-    """The waiting messages that are authentic. Bounded: a flood of messages must not stop the clock."""
+    """The waiting messages that are authentic, oldest first."""
+    arriving = iter(_from_socket(server))
+    while True:
+        while server.backlog:
+            yield server.backlog.pop(next(iter(server.backlog)))
+        if (one := next(arriving, None)) is None:
+            return
+        yield one
+
+
+def _from_socket(server: Server) -> Iterable[tuple[bytes, m.Event]]:
+    """Bounded: a flood of messages must not stop the clock."""
     for _ in range(1000):
         try:
             identity = server.socket.recv(zmq.DONTWAIT, copy=False)

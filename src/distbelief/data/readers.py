@@ -2,8 +2,11 @@
 
 So reading overlaps with compute, and cannot affect the training process's random numbers, threads or memory. Every
 sample is read under a seed that is a pure function of (seed, epoch, sample), so a batch has the same values no matter
-which reader makes it, or when. This module is the training process's half: it distributes requests, keeps answers by
-key, and reports failures of readers. `data.reading` is the child's half. Neither half knows of steps or shards.
+which reader makes it, or when. For the same reason a dead reader does no harm: another one is forked, and reads again
+what the dead one had not answered.
+
+This module is the training process's half: it distributes requests, keeps answers by key, and replaces dead readers.
+`data.reading` is the reader's half, and `data.readerparent` forks readers. None of them knows of steps or shards.
 """
 
 from __future__ import annotations
@@ -14,26 +17,36 @@ import signal
 import socket
 import sys
 import time
-import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
+import numpy as np
+
+from distbelief.controlgroups import why_fork_failed
 from distbelief.data.parcel import post, receive
-from distbelief.data.reading import HELD, Failure, Request, listed, serve
+from distbelief.data.readerparent import ParentDied, ReaderParent
+from distbelief.data.reading import Failure, Request, listed
+from distbelief.data.rules.readerdeaths import Deaths, Forks
 from distbelief.data.sources import MapStyle, Samples
 from distbelief.errors import DistBeliefError
 
 Key = tuple[int, int]
 
 _IN_HAND = 2  # requests per reader: one in work and one waiting, so that the reader never idles
+_KILLED = "a user killed it, or the kernel did when memory ran out (see dmesg); fewer `readers` take less memory"
+_FEWER = "raise the limit, or use fewer workers, or fewer `readers` in the job"
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 
 
 class ReaderError(DistBeliefError):
-    """The data set's code raised an exception (`details` has its traceback) or ended its reader process."""
+    """The data set's code raised an exception (`details` has its traceback), or ends every reader process."""
+
+
+class ReadersLost(ReaderError):
+    """No reader is left and none can be forked, which is no fault of the job's: another worker may have more luck."""
 
 
 @dataclass
@@ -56,7 +69,7 @@ class Readers:
     """Reader processes for one data set, forked by the constructor and killed by `close`.
 
     Create it in the main thread, before any other thread starts: a fork copies locks but not the threads that hold
-    them, and a reader dies with the thread that created it.
+    them, and readers die with the thread that created them.
 
     >>> import numpy as np
     >>> from distbelief.data.sources import as_source
@@ -70,18 +83,22 @@ class Readers:
         if processes < 1:
             raise ValueError(f"at least one reader process is needed, not {processes}")
         self._owner = os.getpid()
+        self.processes = processes
+        self._data_set = type(source.dataset).__name__
         self._readers: list[_Reader] = []
         self._waiting: OrderedDict[Key, _Order] = OrderedDict()
         self._finished: dict[Key, Any] = {}
         self._poll = select.poll()
         self._by_descriptor: dict[int, _Reader] = {}
+        self._deaths = Deaths()
+        self._forks = Forks()
         self._dead: ReaderError | None = None
+        self._closed = False
         try:
-            for _ in range(processes):
-                self._start(source, seed)
+            self._parent = ReaderParent(source, seed)
         except OSError as error:
-            self.close()
-            raise ReaderError(f"a reader process could not be started: {error}") from error
+            raise ReaderError(f"no reader process could be started: {why_fork_failed(error)}", hint=_FEWER) from error
+        self._replace()
 
     def __enter__(self) -> Readers:
         return self
@@ -93,18 +110,19 @@ class Readers:
     def pids(self) -> list[int]:
         return [reader.pid for reader in self._readers]
 
-    def request(self, key: Key, epoch: int, samples: Samples) -> None:
-        """Request a batch for a later `take`. Does not wait. Repeating a request for the same key has no effect."""
+    def request(self, key: Key, epoch: int, samples: Samples, collated: bool = True) -> None:
+        """Request a batch, or a list of samples, for a later `take`. Does not wait. Repeating a request for the same
+        key has no effect."""
         if len(samples) == 0:
             raise ValueError(f"the request {key} has no samples")
         if not self._knows(key):
-            self._waiting[key] = _Order(key, Request(epoch, samples))
+            self._waiting[key] = _Order(key, Request(epoch, samples, collated))
         self._collect(0)
 
     def take(self, key: Key, timeout_s: float | None = None) -> Any:
         """Return a requested batch; wait until it arrives. Raises TimeoutError after `timeout_s`; the caller may then
-        call again. The batch is handed over: a second `take` needs a second `request`. After a reader has died, every
-        `take` raises its error."""
+        call again. The batch is handed over: a second `take` needs a second `request`. When readers die again and
+        again, every later `take` raises that error."""
         if self._dead is not None:
             raise self._dead
         if not self._knows(key):
@@ -143,67 +161,63 @@ class Readers:
         nothing."""
         if os.getpid() != self._owner:
             return
-        for reader in self._readers:
-            signal.pidfd_send_signal(reader.pidfd, signal.SIGKILL)
-        while self._readers:
-            self._release(self._readers[-1])
+        if self._closed:
+            return
+        self._closed = True
+        self._parent.close()
+        for reader in list(self._readers):
+            self._release(reader)
         self._waiting.clear()
         self._finished.clear()
 
-    def _start(self, source: MapStyle, seed: int) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sys.stdout.flush()  # otherwise the child inherits unwritten output and writes it a second time
-        sys.stderr.flush()
-        # The child starts with this process's handlers; a signal that comes early waits until it has its own.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
-        try:
-            pid = _fork()
-            if pid == 0:
-                self._become_reader(source, seed, theirs, [ours, *(reader.connection for reader in self._readers)])
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
-        ours.setblocking(False)
-        try:
-            reader = _Reader(pid, os.pidfd_open(pid), ours)
-        except OSError:
-            os.kill(pid, signal.SIGKILL)
-            _reap(pid)
-            raise
+    def _replace(self) -> None:
+        """Fork the readers that are missing, unless the last attempt has failed a moment ago."""
+        while len(self._readers) < self.processes and self._dead is None and self._forks.is_due(time.monotonic()):
+            try:
+                forked = self._parent.fork()
+            except ParentDied:
+                self._lost()
+            except OSError as error:
+                self._forks = self._forks.failed(time.monotonic())
+                why = why_fork_failed(error)
+                if self._forks.hopeless and not self._readers:
+                    self._dead = ReadersLost(f"no reader process could be started: {why}", hint=_FEWER)
+                elif self._forks.failures == 1:
+                    _say(f"a reader process could not be started: {why}; it is tried again")
+            else:
+                self._forks = Forks()
+                self._adopt(_Reader(forked.pid, forked.pidfd, forked.connection))
+
+    def _adopt(self, reader: _Reader) -> None:
         self._readers.append(reader)
         # The pidfd as well as the connection: a grandchild of the reader may keep the connection open after its death.
-        for descriptor in (reader.pidfd, ours.fileno()):
+        for descriptor in (reader.pidfd, reader.connection.fileno()):
             self._by_descriptor[descriptor] = reader
             self._poll.register(descriptor, select.POLLIN)
-
-    def _become_reader(
-        self, source: MapStyle, seed: int, connection: socket.socket, not_mine: list[socket.socket]
-    ) -> NoReturn:
-        try:
-            for other in not_mine:
-                other.close()
-            serve(source, seed, connection, parent=self._owner)
-        finally:
-            os._exit(1)
 
     def _knows(self, key: Key) -> bool:
         in_hand = any(order.key == key and order.wanted for reader in self._readers for order in reader.in_hand)
         return in_hand or key in self._waiting or key in self._finished
 
     def _collect(self, timeout_ms: int | None) -> None:
-        """Receive the readers' answers for at most this time; then send waiting requests to readers with free
-        places."""
+        """Receive the readers' answers for at most this time; replace dead readers; then send waiting requests to
+        readers with free places."""
+        self._replace()
         self._share_out()
+        if not self._readers:  # the next attempt to fork one is due soon
+            pause_ms = max(0, round((self._forks.next_at - time.monotonic()) * 1000)) + 1
+            timeout_ms = pause_ms if timeout_ms is None else min(timeout_ms, pause_ms)
         touched = {id(self._by_descriptor[fd]): self._by_descriptor[fd] for fd, _ in self._poll.poll(timeout_ms)}
         for reader in touched.values():
             if not self._drain(reader) or _has_exited(reader):
                 # Once more: it may have answered after the last look and before its end, and that answer counts.
                 self._drain(reader)
-                self._report_death(reader)
+                self._died(reader)
+        self._replace()
         self._share_out()
 
     def _share_out(self) -> None:
-        while self._waiting and self._dead is None:
+        while self._waiting and self._readers and self._dead is None:
             reader = min(self._readers, key=lambda reader: len(reader.in_hand))
             if len(reader.in_hand) >= _IN_HAND:
                 return
@@ -230,18 +244,49 @@ class Readers:
             except Exception as error:
                 answer = Failure(f"a batch could not be unpacked: {type(error).__name__}: {error}", "")
             order = reader.in_hand.popleft()
+            self._deaths = self._deaths.answered(order.request.samples)
             if order.wanted:
                 self._finished[order.key] = answer
 
-    def _report_death(self, reader: _Reader) -> None:
+    def _died(self, reader: _Reader) -> None:
+        """Have a dead reader's requests read again; or give up, if another reader would die too."""
+        try:
+            ended, hint = self._cause_of_death(reader)
+        except ParentDied:
+            self._lost()
+            return
+        reading = reader.in_hand[0].request.samples if reader.in_hand else np.empty(0, np.int64)
+        guilty = self._deaths.guilty(reading.tolist())
+        self._deaths = self._deaths.died(reading.tolist())
+        last = f"reader process {reader.pid} {ended}"
+        if guilty:
+            which = listed(np.array(guilty))
+            verb = "has" if len(guilty) == 1 else "have"
+            text = f"{which} of the data set {self._data_set} {verb} killed two readers; the last: {last}"
+            self._dead = self._dead or ReaderError(f"{text} while reading {listed(reading)}", hint=hint)
+        elif self._deaths.in_vain(self.processes):
+            text = f"{self._deaths.idle} readers of the data set {self._data_set} died in a row, reading nothing"
+            self._dead = self._dead or ReaderError(f"{text}; the last: {last}", hint=hint)
+        else:
+            doing = f"while reading {listed(reading)}; another one reads them again" if reader.in_hand else "while idle"
+            _say(f"{last} {doing}")
+        for order in reversed(reader.in_hand):
+            if order.wanted:
+                self._waiting[order.key] = order
+                self._waiting.move_to_end(order.key, last=False)
+        self._release(reader)
+
+    def _cause_of_death(self, reader: _Reader) -> tuple[str, str]:
+        """(how the reader ended, hint), as text."""
         if not _has_exited(reader, wait_ms=2000):
             signal.pidfd_send_signal(reader.pidfd, signal.SIGKILL)
-            ended, hint = "closed its connection", "the data set's code must not close files that it did not open"
-        else:
-            ended, hint = _cause_of_death(reader.pid)
-        doing = f"while reading {listed(reader.in_hand[0].request.samples)}" if reader.in_hand else "while idle"
-        self._dead = self._dead or ReaderError(f"reader process {reader.pid} {ended} {doing}", hint=hint)
-        self._release(reader)
+            return "closed its connection", "the data set's code must not close files that it did not open"
+        return _ending(self._parent.status(reader.pid))
+
+    def _lost(self) -> None:
+        self._dead = self._dead or ReadersLost(
+            f"the process that forks the readers of the data set {self._data_set} is dead", hint=_KILLED
+        )
 
     def _release(self, reader: _Reader) -> None:
         self._readers.remove(reader)
@@ -249,21 +294,7 @@ class Readers:
             self._poll.unregister(descriptor)
             del self._by_descriptor[descriptor]
         reader.connection.close()
-        _reap(reader.pid)
         os.close(reader.pidfd)
-
-
-def _fork() -> int:
-    """Fork although this process may have other threads; Python 3.12 and later warn about that.
-
-    It is safe because the child takes no lock that another thread could hold. Python and glibc reset their own locks in
-    a child (imports, logging, malloc). The child does not use torch's thread pool: `serve` sets one thread. The
-    worker's other threads send heartbeats and save checkpoints; the child does neither. It runs the data set's code and
-    writes to its own socket.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
-        return os.fork()
 
 
 def _has_exited(reader: _Reader, wait_ms: int = 0) -> bool:
@@ -272,26 +303,21 @@ def _has_exited(reader: _Reader, wait_ms: int = 0) -> bool:
     return bool(exits.poll(wait_ms))
 
 
-def _reap(pid: int) -> None:
-    with suppress(ChildProcessError):  # another part of this process may have reaped the child already
-        os.waitpid(pid, 0)
-
-
-def _cause_of_death(pid: int) -> tuple[str, str]:
-    """(cause of the process's end, hint), as text. Does not reap the process."""
-    try:
-        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    except ChildProcessError:
-        result = None
-    if result is None:
-        return "ended", "its exit status is not known: something else in this process waits for children"
-    if result.si_code == os.CLD_EXITED:
-        return f"exited with status {result.si_status}", "the data set's code ended its own process (os._exit?)"
-    killer = signal.Signals(result.si_status)
+def _ending(status: int) -> tuple[str, str]:
+    """
+    >>> _ending(3)[0], _ending(-9)[0]
+    ('exited with status 3', 'was killed by SIGKILL')
+    """
+    if status >= 0:
+        return f"exited with status {status}", "the data set's code ended its own process (os._exit?)"
+    killer = signal.Signals(-status)
     if killer in _CRASHES:
         hint = "native code that the data set calls has crashed; read these samples alone to find which one"
-    elif killer == signal.SIGKILL:
-        hint = "a user killed it, or the kernel did when memory ran out (see dmesg); fewer `readers` take less memory"
     else:
-        hint = "some other process sent this signal"
+        hint = _KILLED if killer == signal.SIGKILL else "some other process sent this signal"
     return f"was killed by {killer.name}", hint
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the worker's log is gone
+        print(text, file=sys.stderr, flush=True)

@@ -18,11 +18,11 @@ import torch
 
 from distbelief.data.parcel import post, receive
 from distbelief.data.sources import MapStyle, Samples, seed_everything
-from distbelief.lifeline import die_with_parent
+from distbelief.lifeline import READER, die_with_parent, name_process
 from distbelief.shards import sample_seed
 
-HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-"""Blocked by the parent across the fork; `serve` sets how it takes them, and unblocks them."""
+HELD = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD)
+"""Blocked by the worker across the fork of the reader parent, which sets how it takes them, and unblocks them."""
 
 _PARENT_IS_GONE = 0
 
@@ -31,6 +31,8 @@ _PARENT_IS_GONE = 0
 class Request:
     epoch: int
     samples: Samples
+    collated: bool = True
+    """False: the answer is a list of samples."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ def read(source: MapStyle, seed: int, request: Request) -> Any:
             doing = f"reading sample {sample}"
             seed_everything(sample_seed(seed, request.epoch, sample))
             parts.append(source.dataset[sample])
+        if not request.collated:
+            return parts
         doing = f"making a batch of {listed(request.samples)}"
         return source.collate(parts)
     except BaseException as error:  # a SystemExit, too, is reported and not obeyed
@@ -96,12 +100,8 @@ def listed(samples: Samples) -> str:
 
 def _settle(parent: int) -> None:
     die_with_parent(parent)
-    signal.set_wakeup_fd(-1)
-    # Ctrl-C reaches the whole process group; the parent decides about the end
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+    name_process(READER)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SIGINT and SIGHUP stay ignored: they reach the whole process group
     gc.freeze()  # a collection would write to, and so copy, every page shared with the parent
     # A fork does not copy OpenMP's threads, and a parallel region would wait for them for ever.
     torch.set_num_threads(1)

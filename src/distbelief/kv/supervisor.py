@@ -22,7 +22,16 @@ import zmq
 import distbelief.kv.supervisormessages as m
 from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Authority
-from distbelief.control.messages import SECRET_BYTES, EndRun, Serve, ServerBeat, ServerFailed, ServerReady, SliceCopied
+from distbelief.control.messages import (
+    SECRET_BYTES,
+    STATUS_NOT_STARTED,
+    EndRun,
+    Serve,
+    ServerBeat,
+    ServerFailed,
+    ServerReady,
+    SliceCopied,
+)
 from distbelief.control.signatures import MALFORMED, OWNER, SERVER, UNSIGNED, WRONG_SENDER, Refusals, Refused, Sender
 from distbelief.coordinator.rules.servers.fleet import Fleet
 from distbelief.coordinator.server import bind
@@ -30,13 +39,14 @@ from distbelief.errors import DistBeliefError
 from distbelief.kv.rules import supervision
 from distbelief.kv.service import CONNECTION_FILE, Connection, this_boot, write_connection_file
 from distbelief.launch.pollloop import PollLoop
-from distbelief.launch.processes import LogPipe, Zygote
+from distbelief.launch.processes import LogPipe, NotStarted, Zygote
 from distbelief.transport.shm.memfd import free_memory_bytes, receive_message
 from distbelief.transport.shm.segmentserver import SegmentServer
 
 TICK_S = 0.2
 GONE_S = 120.0
 """A client that is silent for this long gets no maps until its next heartbeat."""
+_AGAIN_S = 2.0  # until the next attempt to start a server that could not be started
 SEGMENT_SOCKET = "segments.sock"
 _SERVER = "distbelief.kv.server"
 _ZYGOTE_STRATEGY = "ps:sync"
@@ -114,6 +124,8 @@ class Supervisor:
         stack.callback(self._zygote.close)
         self._loop.watch(self._zygote.socket, self._warm)
         self._fleet = Fleet()
+        self._refused: list[tuple[float, int]] = []
+        """(when it counts as dead, server) of servers that could not be started."""
 
     def _listen(self, path: Path) -> sockets.socket:
         listener = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
@@ -145,6 +157,7 @@ class Supervisor:
                 for event in self._zygote.early_exits:
                     self._exited(event)
                 self._zygote.early_exits.clear()
+                self._refuse_due(time.monotonic())
                 self._do(supervision.ticked(self._fleet, time.monotonic()))
                 self._forget_clients()
                 if news := self._refusals.news(time.monotonic()):
@@ -191,9 +204,21 @@ class Supervisor:
             "room": self._room,
             "shares": self._options.shares,
         }
-        pid, channel = self._zygote.fork_entry(number, _SERVER, spec, self._log(f"server-{number}"))
+        try:
+            pid, channel = self._zygote.fork_entry(number, _SERVER, spec, self._log(f"server-{number}"))
+        except NotStarted as error:
+            self._say(f"server {number} could not be started: {error.message}")
+            self._refused.append((time.monotonic() + _AGAIN_S, number))
+            return
         self._pids[pid] = number
         self._loop.watch(channel, lambda: self._segment_asked(channel))
+
+    def _refuse_due(self, now: float) -> None:
+        """Count starts that failed a while ago: each brings another attempt, or the end."""
+        due = [number for at, number in self._refused if at <= now]
+        self._refused = [(at, number) for at, number in self._refused if at > now]
+        for number in due:
+            self._do(supervision.exited(self._fleet, number, STATUS_NOT_STARTED, now))
 
     def _process_ended(self) -> None:
         try:

@@ -170,8 +170,8 @@ class Agent:
 
     # --- events ------------------------------------------------------------------------------------------------------
 
-    def exited(self, role: Role, number: int, status: int) -> None:
-        self.send(WorkerExited(number, status) if role == "worker" else ServerExited(number, status))
+    def exited(self, role: Role, number: int, status: int, reason: str = "") -> None:
+        self.send(WorkerExited(number, status, reason) if role == "worker" else ServerExited(number, status, reason))
 
     def cannot_host(self) -> None:
         self.room = Room(0, 0)

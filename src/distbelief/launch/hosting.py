@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from distbelief.control.credentials import Authority
+from distbelief.control.messages import STATUS_NOT_STARTED
 from distbelief.control.sockets import host_of
 from distbelief.launch import parcel
 from distbelief.launch.launch import Launch
 from distbelief.launch.manualworkers import ManualWorkers
 from distbelief.launch.pollloop import PollLoop, signals_blocked
-from distbelief.launch.processes import LogPipe, Zygote
+from distbelief.launch.processes import LogPipe, NotStarted, Zygote
 from distbelief.transport.shm.memfd import receive_message
 from distbelief.transport.shm.segmentserver import SegmentServer
 from distbelief.worker.spec import WorkerSpec
@@ -41,7 +42,7 @@ class HostingObserver(Protocol):
     def log(self, source: str) -> LogPipe:
         """A log for the output of a process."""
 
-    def exited(self, role: Role, number: int, status: int) -> None: ...
+    def exited(self, role: Role, number: int, status: int, reason: str = "") -> None: ...
 
     def cannot_host(self) -> None:
         """The zygote has died, and with it every member that it had forked. Their exits were reported before."""
@@ -125,7 +126,7 @@ class Hosting:
 
     def start(self, role: Role, number: int) -> None:
         """Start a member, once: the coordinator may repeat the command."""
-        if (role, number) in self._members.values() or (role, number) in self._wanted:
+        if (role, number) in self._members.values() or (role, number) in (*self._wanted, *self._exits):
             return
         if self._can_fork:
             self._fork(role, number)
@@ -146,8 +147,13 @@ class Hosting:
 
     def _fork(self, role: Role, number: int) -> None:
         fork = self._zygote.fork_worker if role == "worker" else self._zygote.fork_server
-        pid, connection = fork(self._spec(role, number), self._observer.log(f"{role} {number}"))
-        self._adopt((role, number), pid, connection)
+        try:
+            pid, connection = fork(self._spec(role, number), self._observer.log(f"{role} {number}"))
+        except NotStarted as error:
+            self._exits[role, number] = STATUS_NOT_STARTED
+            self._observer.exited(role, number, STATUS_NOT_STARTED, error.message)
+        else:
+            self._adopt((role, number), pid, connection)
 
     def _adopt(self, member: Member, pid: int, connection: socket.socket) -> None:
         self._members[pid] = member

@@ -91,6 +91,18 @@ class Launch:
     def __post_init__(self) -> None:
         """Check what can be known before any process is started; only workers know the number of shards."""
         options = self.options
+        wants_recheck = options.recheck.strip().lower() not in ("auto", "never")
+        if wants_recheck and options.impure:
+            raise JobError(
+                "the gradients of an impure job differ whenever they are computed again: --recheck would end the run",
+                hint="leave out --recheck or --impure",
+            )
+        if wants_recheck and not self.strategy.rechecks:
+            raise JobError(
+                f"{options.strategy} cannot recheck: its members do not compute single shards whose gradients could be "
+                "compared",
+                hint="leave --recheck out, or train with allreduce",
+            )
         wish = self.strategy.wish
         if wish is None:
             return
@@ -160,7 +172,7 @@ class Launch:
             "takes_hosts": self.takes_hosts and self.strategy.transport != "shm",
             "on_accelerators": self.on_accelerators,
             "transport": self.usable_transport,
-            "exact": self.strategy.exact,
+            "exact": self.strategy.exact and not options.impure,
             "gather_timeout_s": LOADING_S,
             "balance": options.balance and self.strategy.balances,
         }
@@ -212,9 +224,8 @@ def keep_launch(launch: Launch) -> None:
     if launch.resumed:
         check_idle(launch.run_dir)
     try:
-        replace_file(
-            launch.run_dir / _FILE, msgspec.json.format(msgspec.json.encode(to_data(launch)), indent=2) + b"\n"
-        )
+        content = msgspec.json.format(msgspec.json.encode(to_data(launch)), indent=2) + b"\n"
+        replace_file(launch.run_dir / _FILE, content, private=True, durable=True)
     except OSError as error:
         raise DistBeliefError(f"cannot write {launch.run_dir / _FILE}: {error.strerror}") from error
 
@@ -237,6 +248,11 @@ def from_data(run_dir: Path, data: dict[str, Any], host: str = "") -> Launch:
     options, job = msgspec.convert(data, RunOptions), msgspec.convert(data, JobSource)
     require(options.strategy, data.get("plugin", ""), host)
     return Launch(run_dir, options, job, msgspec.convert(data, Placement))
+
+
+def is_launched(run_dir: Path) -> bool:
+    """Whether a run was started in that directory."""
+    return (run_dir / _FILE).is_file()
 
 
 def read_launch(run_dir: Path, host: str = "") -> Launch:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from distbelief.launch.agent import GRACE_S, HASTE_S, Agent, Room, signal_name
 from distbelief.launch.launch import Invitation, Launch, Observer
 from distbelief.launch.pollloop import Signals, signals_blocked
 from distbelief.launch.processes import CoordinatorProcess, LogPipe
-from distbelief.launch.rules.restarting import ShortLives, Silence
+from distbelief.launch.rules.restarting import HOPELESS_S, ShortLives, Silence
 from distbelief.launch.rundir import ended, verdict
 from distbelief.steadyclock import CLOCK
 
@@ -59,7 +60,7 @@ def lead(
             key = " --key FILE" if launch.placement.key_file else ""
             observer.log("coordinator", f"listens at {where}: distbelief worker --join {where}{key}")
         run.loop()
-    return verdict(launch.run_dir, signals)
+    return verdict(launch.run_dir, signals, run.failure)
 
 
 def authority_of(launch: Launch) -> Authority:
@@ -123,10 +124,23 @@ class _Lead:
             if agent.ended:
                 continue
             if self._silence.is_too_long(now, agent.answered_at):
+                if self._silence.is_hopeless:
+                    self._agent.finish(HASTE_S)
+                    raise RunFailed(
+                        f"no coordinator has answered for {HOPELESS_S:.0f} s",
+                        hint=f"see {self._launch.run_dir}/logs/coordinator.log: is the disk full? "
+                        f"Then `distbelief resume {shlex.quote(str(self._launch.run_dir))}` goes on",
+                    )
                 self._silence.begin()
                 self._coordinator.kill()
             if self._coordinator.has_ended():
                 self._coordinator_ended()
+
+    @property
+    def failure(self) -> str:
+        """Why the run has failed, as the coordinator said it; its journal may lack that if the disk has failed."""
+        outcome = self._agent.outcome
+        return outcome.reason if outcome is not None and outcome.status == "failed" else ""
 
     def _coordinator_ended(self) -> None:
         """The coordinator has ended the run; or it has died, and another one continues the run from the journal."""

@@ -1,4 +1,4 @@
-"""The poll loop of a supervising process: descriptors with handlers, and Ctrl-C and SIGTERM as a descriptor."""
+"""The poll loop of a supervising process: descriptors with handlers, and signals that stop a run as a descriptor."""
 
 from __future__ import annotations
 
@@ -45,35 +45,47 @@ def _readable(descriptor: int) -> bool:
     return bool(look.poll(0))
 
 
-class Signals:
-    """Ctrl-C and SIGTERM become a request to stop, once; a second one ends at once.
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a request to end, and the loss of the terminal: each stops a run."""
 
-    A SIGINT that is ignored at the start stays ignored: a shell without job control starts `distbelief train … &` that
-    way, because Ctrl-C is then meant for the program in the foreground. SIGTERM stops such a run.
+
+class Signals:
+    """A signal of STOPPING becomes a request to stop, once; a second Ctrl-C or SIGTERM ends at once.
+
+    SIGHUP never makes a stop more urgent, because one lost terminal sends several signals: the shell and the kernel
+    send SIGHUP, and a session manager adds SIGTERM.
+
+    A SIGINT or SIGHUP that is ignored at the start stays ignored. A shell without job control starts
+    `distbelief train … &` with SIGINT ignored, because Ctrl-C is then meant for the program in the foreground; `nohup`
+    ignores SIGHUP. SIGTERM stops such a run.
     """
 
     def __init__(self) -> None:
         self.received = 0
         self.count = 0
+        """2 or more: end at once."""
+        self._insisted = 0
         self._old: dict[int, Any] = {}
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+            for number in STOPPING:
+                if number != signal.SIGTERM and signal.getsignal(number) is signal.SIG_IGN:
                     continue
                 self._old[number] = signal.signal(number, self._handle)
         return self
 
     def _handle(self, number: int, frame: object) -> None:
-        self.take(number)
+        self._insisted += number != signal.SIGHUP
+        self.take(number, max(1, self._insisted))
 
-    def take(self, number: int) -> None:
-        """As if this process had received the signal; another machine has received it."""
-        self.received = self.received or number
-        self.count += 1
-        os.eventfd_write(self.wake_fd, 1)
+    def take(self, number: int, count: int) -> None:
+        """As if this process had received the signal, and `count` signals in all; another machine has received them."""
+        if count > self.count:
+            self.received = self.received or number
+            self.count = count
+            os.eventfd_write(self.wake_fd, 1)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._old.items():
@@ -82,14 +94,14 @@ class Signals:
 
 
 def block_signals() -> set[signal.Signals]:
-    """Block Ctrl-C and SIGTERM in this process and the processes that it starts. Launchers such as Slurm send signals
-    to every process, but the leading process decides. Returns the signals that were blocked before."""
-    return signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # type: ignore[return-value]
+    """Block the signals of STOPPING in this process and the processes that it starts. Launchers such as Slurm send
+    signals to every process, but the leading process decides. Returns the signals that were blocked before."""
+    return signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
 def signals_blocked(wanted: bool) -> Iterator[None]:
-    """Block Ctrl-C and SIGTERM in processes that the `with` block starts."""
+    """Block the signals of STOPPING in processes that the `with` block starts."""
     before = block_signals() if wanted else None
     try:
         yield

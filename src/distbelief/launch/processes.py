@@ -5,6 +5,7 @@ This module decides nothing; the coordinator does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,13 +13,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from distbelief.control.credentials import Credential
+from distbelief.controlgroups import why_fork_failed
 from distbelief.errors import DistBeliefError, JobError, RunFailed
 from distbelief.strategies import parse
 from distbelief.transport.shm.memfd import receive_message, send_message
@@ -52,6 +54,19 @@ def zygote_environment(strategy: str, own: Mapping[str, str]) -> dict[str, str]:
     return hashes | wanted | dict(own) | WORKER_ENVIRONMENT
 
 
+class NotStarted(DistBeliefError):
+    """A process could not be forked; the message says which limit was reached."""
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Around the start of a process: a refusal of the kernel becomes an error that names the process and the limit."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(f"{what} could not be started: {why_fork_failed(error)}", hint="raise that limit") from error
+
+
 class LogPipe:
     """The output of a process: each line goes to its log file and to `show`."""
 
@@ -60,6 +75,8 @@ class LogPipe:
         self._file = path.open("ab", buffering=0)
         self._show = show
         self._rest = b""
+        self._lost_bytes = 0
+        """What the log file lacks since the disk is full."""
         self.read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.read_fd, False)
 
@@ -75,7 +92,7 @@ class LogPipe:
         except BlockingIOError:
             return True
         if data:
-            self._file.write(data)
+            self._keep(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._show(self._source, line.decode(errors="replace"))
@@ -87,6 +104,21 @@ class LogPipe:
             self._show(self._source, self._rest.decode(errors="replace"))
             self._rest = b""
         return False
+
+    def _keep(self, data: bytes) -> None:
+        """Write to the log file, as far as the disk has room: a full one ends no run."""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            if not self._lost_bytes:
+                self._show(self._source, f"its log {self._file.name} cannot be written: {error.strerror}")
+            self._lost_bytes += len(data)
+            return
+        if self._lost_bytes:
+            mark = f"\n... {self._lost_bytes} bytes are missing: the disk was full\n"
+            with contextlib.suppress(OSError):
+                self._file.write(mark.encode())
+            self._lost_bytes = 0
 
     def close(self) -> None:
         if self._file.closed:
@@ -104,13 +136,14 @@ class CoordinatorProcess:
     def __init__(self, order: dict[str, Any], log: LogPipe) -> None:
         """`order`: run_dir, secret, config, and where to listen (see coordinator/__main__.py)."""
         self.started_at = time.monotonic()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "distbelief.coordinator"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.write_fd,
-            start_new_session=True,  # the launching process handles the terminal's signals
-        )
+        with _named("the coordinator"):
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "distbelief.coordinator"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log.write_fd,
+                start_new_session=True,  # the launching process handles the terminal's signals
+            )
         log.close_write()
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -159,15 +192,17 @@ class Zygote:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.early_exits: list[dict[str, Any]] = []
         """Exits that the zygote reported while a fork was pending."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "distbelief.launch.zygote", str(theirs.fileno()), str(os.getpid()), strategy],
-            pass_fds=[theirs.fileno()],
-            env=zygote_environment(strategy, os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=log.write_fd,
-            stderr=log.write_fd,
-            start_new_session=True,
-        )
+        command = ["-m", "distbelief.launch.zygote", str(theirs.fileno()), str(os.getpid()), strategy]
+        with _named("the process that starts workers"):
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", *command],
+                pass_fds=[theirs.fileno()],
+                env=zygote_environment(strategy, os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log.write_fd,
+                stderr=log.write_fd,
+                start_new_session=True,
+            )
         log.close_write()
         theirs.close()
 
@@ -195,23 +230,42 @@ class Zygote:
     def fork_store(self, host: str, port: int, credential: Credential, log: LogPipe) -> int:
         """Fork the server of torch's rendezvous store. Returns its port: the wanted port if it is free (0: any)."""
         request = {"do": "store", "id": -1, "host": host, "port": port, "credential": msgspec.to_builtins(credential)}
-        _, sock = self._fork(request, log)
+        try:
+            _, sock = self._fork(request, log)
+        except NotStarted as error:
+            raise RunFailed(f"the store of gloo's addresses could not be started: {error.message}") from error
         with sock:
-            return int(receive_message(sock)[0]["port"])
+            try:
+                return int(receive_message(sock)[0]["port"])
+            except EOFError:
+                raise RunFailed("the store of gloo's addresses ended at once", hint="see logs/store.log") from None
 
     def _fork(self, request: dict[str, Any], log: LogPipe) -> tuple[int, socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            send_message(self.socket, request, [theirs.fileno(), log.write_fd])
+            try:
+                send_message(self.socket, request, [theirs.fileno(), log.write_fd])
+                answer = self._fork_answer()
+            except (EOFError, ConnectionError):
+                answer = {"event": "refused", "why": "the process that starts workers is dead"}
+            if answer["event"] == "refused":
+                ours.close()
+                os.write(log.write_fd, f"it could not be started: {answer['why']}\n".encode())
             log.close_write()
-            while True:
-                answer, _ = receive_message(self.socket)
-                if answer["event"] == "started":
-                    return int(answer["pid"]), ours
-                self.early_exits.append(answer)
+        if answer["event"] == "refused":
+            raise NotStarted(answer["why"])
+        return int(answer["pid"]), ours
+
+    def _fork_answer(self) -> dict[str, Any]:
+        while True:
+            answer, _ = receive_message(self.socket)
+            if answer["event"] in ("started", "refused"):
+                return answer
+            self.early_exits.append(answer)
 
     def kill(self, pid: int) -> None:
-        send_message(self.socket, {"do": "kill", "pid": pid})
+        with contextlib.suppress(ConnectionError):  # the zygote is dead, and so is every process that it has forked
+            send_message(self.socket, {"do": "kill", "pid": pid})
 
     def close(self) -> None:
         self.socket.close()

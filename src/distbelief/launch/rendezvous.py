@@ -54,6 +54,24 @@ def notice_of(invitation: Invitation) -> Notice:
     return Notice(invitation.address, invitation.secret.hex())
 
 
+def _without_secret(notice: Notice, key: Path | None) -> Notice:
+    """The notice as it is published: with a key, every process derives the secret from its own copy of the key file."""
+    return msgspec.structs.replace(notice, secret="") if key else notice
+
+
+def _with_secret(notice: Notice, key: Path | None) -> Notice:
+    """The notice as it was before `_without_secret`."""
+    if notice.over >= 0:
+        return notice
+    if bool(notice.secret) == (key is not None):
+        had, lacks = ("the first process", "this one") if key is None else ("this process", "the first one")
+        raise DistBeliefError(
+            f"{had} of the launch was given a key file (--key), and {lacks} was not",
+            hint="give --key FILE to all processes of a launch, or to none",
+        )
+    return msgspec.structs.replace(notice, secret=run_secret(read_key(key)).hex()) if key else notice
+
+
 class Rendezvous(Protocol):
     """A way in which the processes of a launch find the first one."""
 
@@ -157,7 +175,7 @@ class KnownAddress:
         """The other processes know the address already."""
 
     def wait(self) -> Notice:
-        return Notice(tcp(self._host, self._port), run_secret(read_key(self._key)).hex())
+        return _with_secret(Notice(tcp(self._host, self._port)), self._key)
 
     def close(self) -> None:
         pass
@@ -202,7 +220,7 @@ class LauncherStore:
         if text.startswith("over "):
             status = text.removeprefix("over ")
             return Notice(over=int(status) if status.isdecimal() else 1)
-        return Notice(text, run_secret(read_key(self._key)).hex())
+        return _with_secret(Notice(text), self._key)
 
     def _open(self) -> TCPStore:
         from torch._C._distributed_c10d import (
@@ -235,28 +253,31 @@ class _Note(msgspec.Struct, frozen=True):
 
 class SharedFolder:
     """The notice is a private file in a folder that all hosts see, the run directory. It names its launch, so that the
-    notice of a killed launch means nothing to the next one. The first process removes it at the end."""
+    notice of a killed launch means nothing to the next one. The first process removes it at the end. `key`: the key
+    file that all hosts have; without it the notice holds the run's secret."""
 
-    def __init__(self, folder: Path, job: str, peers: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, job: str, peers: Sequence[str] = (), key: Path | None = None) -> None:
         self._path = folder / FILE
         self._job = job
         self._peers = peers
+        self._key = key
         self._called_off = False
 
     def listen(self) -> str:
         return tcp(address_for(self._peers))
 
-    def key_file(self) -> None:
-        return None
+    def key_file(self) -> Path | None:
+        return self._key
 
     def known(self) -> None:
         return None
 
     def tell(self, notice: Notice) -> None:
         folder = self._path.parent
+        note = _Note(self._job, _without_secret(notice, self._key))
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            replace_file(self._path, msgspec.json.encode(_Note(self._job, notice)), private=True)
+            replace_file(self._path, msgspec.json.encode(note), private=True)
         except OSError as error:
             raise DistBeliefError(
                 f"cannot publish the run's address in {folder}: {error.strerror}",
@@ -275,7 +296,7 @@ class SharedFolder:
             time.sleep(_LOOK_S)
             with contextlib.suppress(OSError):
                 os.listdir(self._path.parent)  # list it, because a network disk may cache that the file does not exist
-        return notice
+        return _with_secret(notice, self._key)
 
     def _found(self) -> Notice | None:
         try:
@@ -318,10 +339,12 @@ def mpi4py_is_installed() -> bool:
 class MpiBroadcast:
     """Broadcasts the notice by MPI itself, where mpi4py is installed. Every process of the launch makes one, and calls
     `tell` or `wait` once. MPI is then finalized: workers, which start later, are no MPI programs, and mpirun ignores
-    their deaths."""
+    their deaths. `key`: the key file that all hosts have; without it MPI carries the run's secret, unencrypted."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, key: Path | None = None) -> None:
         import mpi4py
+
+        self._key = key
 
         if "OMPI_COMM_WORLD_RANK" in os.environ:  # several MPI libraries may be installed: load the one of this mpirun
             os.environ.setdefault("MPI4PY_MPIABI", "openmpi")
@@ -347,17 +370,17 @@ class MpiBroadcast:
     def listen(self) -> str:
         return tcp(address_for([]))
 
-    def key_file(self) -> None:
-        return None
+    def key_file(self) -> Path | None:
+        return self._key
 
     def known(self) -> None:
         return None
 
     def tell(self, notice: Notice) -> None:
-        self._broadcast(msgspec.json.encode(notice))
+        self._broadcast(msgspec.json.encode(_without_secret(notice, self._key)))
 
     def wait(self) -> Notice:
-        return msgspec.json.decode(self._broadcast(b""), type=Notice)
+        return _with_secret(msgspec.json.decode(self._broadcast(b""), type=Notice), self._key)
 
     def _broadcast(self, content: bytes) -> bytes:
         buffer = bytearray(content.ljust(_MPI_BYTES))

@@ -16,13 +16,21 @@ from distbelief.launch.pollloop import Signals
 
 IDLE_S = 3.0  # a coordinator whose launching process was killed ends within moments
 
+COMMAND_LOG = "command.log"
+"""In the folder `logs`: the output of a command that has no terminal (`train --detach`)."""
+
+STOP_COMMAND = "distbelief stop"
+
 
 def make_run_dir(run_dir: Path) -> None:
     """Make an empty run directory, or say why that cannot be."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        # A run that was refused before it began leaves empty folders. The user mends the error and starts it again.
-        if any(not entry.is_dir() or any(entry.iterdir()) for entry in run_dir.iterdir()):
+        # A run that was refused before it began leaves empty folders, and the output of a detached command. The user
+        # mends the error and starts it again.
+        if any(
+            not entry.is_dir() or any(one.name != COMMAND_LOG for one in entry.iterdir()) for entry in run_dir.iterdir()
+        ):
             raise DistBeliefError(f"the run directory '{run_dir}' is not empty", hint="give another --run-dir")
         (run_dir / "logs").mkdir(exist_ok=True)
     except OSError as error:
@@ -71,23 +79,50 @@ def is_complete(run_dir: Path) -> bool:
     return record is not None and record["status"] == "completed"
 
 
-def verdict(run_dir: Path, signals: Signals) -> dict[str, Any]:
+def verdict(run_dir: Path, signals: Signals, failure: str = "") -> dict[str, Any]:
+    """The journal's last record, for the process that has led the run. Raises if the run is not complete. `failure`:
+    why, if the disk has no record."""
     record = ended(run_dir)
     if signals.received and (record is None or record["status"] == "stopped"):
-        name = signal.Signals(signals.received).name
-        saved = _newest_checkpoint(run_dir)
-        what = f"the newest checkpoint is of step {saved}" if saved else "there is no checkpoint"
-        error = RunInterrupted(
-            f"stopped by {name}; {what}; nothing is left running",
-            hint=f"go on with `distbelief resume {shlex.quote(str(run_dir))}`",
-        )
-        error.exit_code = 128 + signals.received
-        raise error
+        raise _interrupted(run_dir, signal.Signals(signals.received).name)
     if record is None:
+        if failure:
+            hint = f"free some space, or check the disk; then `distbelief resume {shlex.quote(str(run_dir))}` goes on"
+            raise RunFailed(failure, hint=hint)
         raise RunFailed("the coordinator ended without a reason", hint=f"see {run_dir}/logs/coordinator.log")
+    return outcome(record, run_dir)
+
+
+def outcome(record: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+    """The record of the run's end if the run is complete; else raises as the process that led the run did."""
     if record["status"] == "completed":
         return record
-    raise _explain(record.get("failure", {}), record.get("reason", "the run failed"), run_dir)
+    reason = record.get("reason", "the run failed")
+    if record["status"] == "stopped" and (who := stopper_in(reason)):
+        raise _interrupted(run_dir, who)
+    raise _explain(record.get("failure", {}), reason, run_dir)
+
+
+def stopper_in(reason: str) -> str:
+    """The signal or command of a user that stopped a run, by the reason in its journal; "" if nobody wished it.
+
+    >>> stopper_in("SIGTERM received; a checkpoint of step 35 is saved"), stopper_in("the coordinator received nothing")
+    ('SIGTERM', '')
+    """
+    who, received, _ = reason.partition(" received")
+    return who if received and (who == STOP_COMMAND or who in signal.Signals.__members__) else ""
+
+
+def _interrupted(run_dir: Path, who: str) -> RunInterrupted:
+    saved = _newest_checkpoint(run_dir)
+    what = f"the newest checkpoint is of step {saved}" if saved else "there is no checkpoint"
+    error = RunInterrupted(
+        f"stopped by {who}; {what}; nothing is left running",
+        hint=f"go on with `distbelief resume {shlex.quote(str(run_dir))}`",
+    )
+    if who in signal.Signals.__members__:
+        error.exit_code = 128 + signal.Signals[who]
+    return error
 
 
 def _newest_checkpoint(run_dir: Path) -> int:
@@ -106,6 +141,6 @@ def _explain(failure: dict[str, Any], reason: str, run_dir: Path) -> DistBeliefE
         return JobError(message, hint=hint, details=details)
     if failure.get("kind") in ("job", "user", "data", "internal", "memory") and failure["worker"] >= 0:
         message = f"worker {failure['worker']} on {failure['host']}: {message}"
-        if failure["step"] >= 0:
+        if failure["step"] >= 0 and failure["shard"] >= 0:
             message += f" (step {failure['step']}, shard {failure['shard']})"
     return RunFailed(message, hint=hint, details=details)

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from distbelief.control.credentials import Credential
+from distbelief.controlgroups import why_fork_failed
 from distbelief.errors import JobError
 from distbelief.lifeline import die_with_parent
 from distbelief.strategies import import_sides, parse
@@ -98,13 +99,18 @@ def _serve(engine: socket.socket, children: set[int], request: dict[str, Any], f
             os.kill(request["pid"], signal.SIGKILL)
         return
     parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        _become(engine, parent, request, fds)
-    children.add(pid)
+    try:
+        pid = os.fork()
+    except OSError as error:  # a limit on processes, or no memory: only this start has failed
+        answer: dict[str, Any] = {"event": "refused", "why": why_fork_failed(error)}
+    else:
+        if pid == 0:
+            _become(engine, parent, request, fds)
+        children.add(pid)
+        answer = {"event": "started", "pid": pid}
     for fd in fds:
         os.close(fd)
-    send_message(engine, {"event": "started", "pid": pid, "id": request["id"]})
+    send_message(engine, {**answer, "id": request["id"]})
 
 
 def _become(engine: socket.socket, parent: int, request: dict[str, Any], fds: list[int]) -> NoReturn:

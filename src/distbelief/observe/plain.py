@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TextIO
 
+from distbelief.coordinator.metricsfile import Record
 from distbelief.observe import text
-from distbelief.observe.records import Follower, Progress, Record, WorkerLoad
+from distbelief.observe.records import Follower, Progress, WorkerLoad
 
 EVERY_S = 2.0
 """At most one step line per this number of seconds, by the records' times."""

@@ -1,7 +1,7 @@
 """Folds the records of a run (metrics.jsonl) into the state that a view shows.
 
-`advance` is a pure fold: it reads no clock and opens no file; times come from the records. `Tail` and `Follower` read
-the growing files.
+`advance` is a pure fold: it reads no clock and opens no file; times come from the records. `Follower` reads the growing
+files.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-Record = dict[str, Any]
+from distbelief.coordinator.metricsfile import NAME, RECENT_BYTES, Record, Tail, carried
 
 WINDOW_STEPS = 64
 """Speed is the median over this number of steps: long enough to ignore an evaluation, short enough to show a change."""
 WINDOW_S = 10.0
 """A worker's shares of time are taken over this number of seconds, by the records' times."""
 SMOOTHING = 0.9
+KEPT_NOTICES = 100
 CLEARLY_SLOWER = 1.10
 """Below this ratio to the other workers, the slowest worker is slow by chance and is not named."""
 
@@ -117,7 +118,7 @@ def advance(progress: Progress, record: Record) -> Progress:
         case "workers":
             return _workers(progress, record)
         case "notice":
-            return replace(progress, notices=(*progress.notices, str(record["text"])))
+            return replace(progress, notices=(*progress.notices, str(record["text"]))[-KEPT_NOTICES:])
     return progress
 
 
@@ -206,46 +207,30 @@ def _waits(now: Record, before: Record) -> dict[int, float]:
     return {worker: s for worker, s in since.items() if s > 0}
 
 
-class Tail:
-    """The new records of a JSONL file that another process appends to; none while the file does not exist."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self._rest = b""
-
-    def read(self) -> list[Record]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        except FileNotFoundError:
-            return []
-        self._offset += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        return [record for record in map(_parse, lines) if record is not None]
-
-
-def _parse(line: bytes) -> Record | None:
-    """The record, or None for a torn line of a killed writer: a view must not end a run because of it."""
+def _parse(content: bytes) -> Record | None:
+    """The record, or None while the file is still being written."""
     try:
-        record = json.loads(line)
+        record = json.loads(content)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
 
 
 class Follower:
-    """Follows a run directory: gives each new record with the progress after it."""
+    """Follows a run directory: gives each new record with the progress after it. Of a long run that it did not follow
+    from the start it reads the end only, and the last evaluation and checkpoint."""
 
     def __init__(self, run_dir: Path) -> None:
         self.progress = Progress()
-        self._tail = Tail(run_dir / "metrics.jsonl")
+        self._metrics = run_dir / NAME
+        self._tail = Tail(self._metrics, RECENT_BYTES)
         self._job = run_dir / "job.json"
         self._described = False
 
     def catch_up(self) -> Progress:
-        """Read all records that exist already."""
+        """Read what shows the present state."""
+        for record in carried(self._metrics):
+            self.progress = advance(self.progress, record)
         for _ in self.poll():
             pass
         return self.progress
@@ -253,9 +238,10 @@ class Follower:
     def poll(self) -> Iterator[tuple[Record, Progress]]:
         if not self._described:
             self._describe()
-        for record in self._tail.read():
-            self.progress = advance(self.progress, record)
-            yield record, self.progress
+        while found := self._tail.read():
+            for record in found:
+                self.progress = advance(self.progress, record)
+                yield record, self.progress
 
     def _describe(self) -> None:
         try:

@@ -33,10 +33,13 @@ OTHER_LINES = 9
 
 
 class TerminalView:
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, clock: Callable[[], float] = time.monotonic, *, elapsed_s: float = 0.0
+    ) -> None:
+        """`elapsed_s`: how long the run has been going on."""
         self._console = console
         self._clock = clock
-        self._begin = clock()
+        self._begin = clock() - elapsed_s
         self._live: Live | None = None
         self._follower: Follower | None = None
         self._run_dir = Path()

@@ -5,9 +5,11 @@ A view reads the run directory for all other data; it communicates with no proce
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol, TextIO, cast
 
 
 class View(Protocol):
@@ -26,14 +28,43 @@ class View(Protocol):
         """Show the remaining records and restore the terminal."""
 
 
-def open_view(stream: TextIO, *, plain: bool = False) -> View:
-    """The live view on a terminal with cursor movement; plain lines everywhere else."""
+class ViewStream(io.TextIOBase):
+    """The stream of a view. What cannot be written is dropped: the reader of a pipe has gone (`| head`), the terminal
+    has disappeared, the disk under a redirected output is full. A view must not end a run because of it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+
+def open_view(stream: TextIO, *, plain: bool = False, elapsed_s: float = 0.0) -> View:
+    """The live view on a terminal with cursor movement; plain lines everywhere else. `elapsed_s`: how long the run has
+    been going on."""
+    lenient = cast(TextIO, ViewStream(stream))
     if plain or not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
         from distbelief.observe.plain import PlainView
 
-        return PlainView(stream)
+        return PlainView(lenient)
     from rich.console import Console
 
     from distbelief.observe.terminal import TerminalView
 
-    return TerminalView(Console(file=stream))
+    return TerminalView(Console(file=lenient), elapsed_s=elapsed_s)

@@ -68,7 +68,7 @@ def loaded_here(run: RecordedRun) -> Iterator[Loaded]:
         )
     torch.set_num_threads(run.launch.options.threads)
     try:
-        loaded = load(worker_spec(run), None)
+        loaded = load(worker_spec(run), None, checks=False)
     except Exception as error:
         raise in_words(run, error, "the job cannot be loaded: ") from error
     try:
@@ -89,13 +89,17 @@ def in_words(run: RecordedRun, error: Exception, before: str = "") -> DistBelief
 
 def is_exact(run: RecordedRun) -> bool:
     """Whether every strategy of the run gave bits that do not depend on the members."""
-    return all(parse(strategy).exact for strategy in run.strategies)
+    return all(parse(strategy).exact for strategy in run.strategies) and not run.launch.options.impure
 
 
 def is_equal_within_rounding(run: RecordedRun) -> bool:
     """Whether one process gives the same losses except for the order of additions, so that losses can be compared."""
     strategies = [parse(strategy) for strategy in run.strategies]
-    return not is_exact(run) and all(one.exact or one.wish is not None for one in strategies)
+    return (
+        not is_exact(run)
+        and not run.launch.options.impure
+        and all(one.exact or one.wish is not None for one in strategies)
+    )
 
 
 @dataclass(frozen=True)

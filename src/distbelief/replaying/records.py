@@ -5,7 +5,7 @@ step to replay if the user names none.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ import msgspec
 from distbelief.checkpoint.records import read_record
 from distbelief.control.messages import Canary, WorkerFailed
 from distbelief.coordinator.journal import read as read_journal
+from distbelief.coordinator.metricsfile import NAME, Steps
 from distbelief.errors import DistBeliefError
 from distbelief.launch.launch import Launch, read_launch
 from distbelief.launch.rundir import ended
-from distbelief.observe.records import Tail
 
 
 class JobFacts(msgspec.Struct, frozen=True):
@@ -32,31 +32,36 @@ class RecordedRun:
     run_dir: Path
     launch: Launch
     facts: JobFacts
-    steps: Mapping[int, str]
-    """Fingerprint by committed step, from metrics.jsonl."""
+    steps: Steps
+    """The records of committed steps."""
     failure: WorkerFailed | None = None
     """The cause of the run's failure, if it failed."""
     weights_sha256: str = ""
     """The hash of the trained weights, if the run completed."""
     strategies: tuple[str, ...] = ()
     """All strategies of the run: it may have been resumed with another one."""
-    losses: Mapping[int, float] = field(default_factory=dict)
-    """Loss by committed step. A step that was executed again has its last loss."""
 
     @property
     def reached(self) -> int:
         """The last step that was begun: the step after the last commit, or the step of the failure."""
         failed = self.failure.step if self.failure else -1
-        return max(failed, max(self.steps, default=-1) + (0 if self.weights_sha256 else 1))
+        return max(failed, self.steps.last + (0 if self.weights_sha256 else 1))
 
     def recorded(self, step: int) -> str | None:
-        return self.steps.get(step)
+        """The step's fingerprint."""
+        record = self.steps.get(step)
+        return None if record is None else str(record["fingerprint"])
+
+    def loss(self, step: int) -> float | None:
+        """The step's loss; of a step that was executed again, the last one."""
+        record = self.steps.get(step)
+        return None if record is None or record.get("loss") is None else float(record["loss"])
 
     def was_committed(self, step: int) -> bool:
         """Whether the step was committed. The last reports of a failing run may be lost, so a step may be committed
         without a record."""
         failed = self.failure.step if self.failure else -1
-        return step < failed or step <= max(self.steps, default=-1)
+        return step < failed or step <= self.steps.last
 
     def failure_at(self, step: int) -> WorkerFailed | None:
         return self.failure if self.failure and self.failure.step == step else None
@@ -74,15 +79,13 @@ def read_run(run_dir: Path) -> RecordedRun:
         )
     end = ended(run_dir) or {}
     failure = msgspec.convert(end["failure"], WorkerFailed) if "failure" in end else None
-    records = [record for record in Tail(run_dir / "metrics.jsonl").read() if record.get("kind") == "step"]
-    steps = {int(record["step"]): str(record["fingerprint"]) for record in records}
-    losses = {int(record["step"]): float(record["loss"]) for record in records if record.get("loss") is not None}
-    if not steps and (failure is None or failure.step < 0):
+    steps = Steps(run_dir / NAME)
+    if steps.last < 0 and (failure is None or failure.step < 0):
         why = f": {failure.message}" if failure else ""
         raise DistBeliefError(f"the run {run_dir} has not reached its first step, so no step can be replayed{why}")
     facts = read_record(run_dir / "job.json", JobFacts)
     strategies = _strategies(run_dir, launch)
-    return RecordedRun(run_dir, launch, facts, steps, failure, _weights_of(end), strategies, losses)
+    return RecordedRun(run_dir, launch, facts, steps, failure, _weights_of(end), strategies)
 
 
 def _strategies(run_dir: Path, launch: Launch) -> tuple[str, ...]:

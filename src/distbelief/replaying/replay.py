@@ -154,7 +154,7 @@ def replay(asked: Asked, progress: Progress) -> Replayed:
             recorded=recorded,
             committed=run.was_committed(step),
             verdict=_judge_step(run, result, step),
-            recorded_loss=run.losses.get(step),
+            recorded_loss=run.loss(step),
             update=_judge_update(run, loaded, replica, step) if result else "unknown",
             exact=exact,
             other_bits=canary_differs(run, loaded.canary) if exact else "",
@@ -228,7 +228,7 @@ def _execute(replica: DataParallelReplica, step: int) -> tuple[StepResult | None
 
 def _judge_step(run: RecordedRun, result: StepResult | None, step: int) -> Verdict:
     if is_equal_within_rounding(run):
-        return judge_within_rounding(result.loss if result else None, run.losses.get(step))
+        return judge_within_rounding(result.loss if result else None, run.loss(step))
     return judge(result.fingerprint if result else None, run.recorded(step), is_exact(run))
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from distbelief.instrument import Instrument
 from distbelief.job import Job
+from distbelief.options import NEVER, RecheckPlan
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.rules.degrees import Wish
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from distbelief.checkpoint.parts import Slice
     from distbelief.control.credentials import Credential
     from distbelief.control.messages import ServerMap, WorkerFinished
+    from distbelief.strategies.purity.rules.findings import Checked
     from distbelief.transport.exchange import Group
     from distbelief.transport.membership import Membership
     from distbelief.transport.shm.segment import Segment, SegmentClient
@@ -172,6 +174,10 @@ class Seat:
     """The degrees of the members' mesh, if the strategy divides the model."""
     workers: Sequence[int] = ()
     """Each member's worker number, by rank."""
+    hosts: Sequence[str] = ()
+    """Each member's host, by rank."""
+    recheck: RecheckPlan = NEVER
+    """Which steps the members recheck; default: none."""
 
     @property
     def worker(self) -> int:
@@ -265,6 +271,10 @@ class Prepared(Protocol):
         """The facts that must be equal on all members for equal bits."""
 
     def canary(self, fetch: Fetch) -> str: ...
+
+    def checked_canary(self, fetch: Fetch) -> Checked:
+        """The canary, and why its shard does not always have the same result (strategies/purity). For exact
+        strategies; `fetch` returns a batch of its own at each call."""
 
     def groups(self, mine: Range) -> list[list[Range]]:
         """The shards that a member with this range fetches, as groups of ranges. The member computes all steps that are
@@ -503,10 +513,21 @@ class Strategy(ABC):
         return False
 
     @property
+    def rechecks(self) -> bool:
+        """Whether a member can compute another member's shard again and compare the gradients, before the commit."""
+        return False
+
+    @property
     def state_on_device(self) -> bool:
         """Whether the run's state is on the members' devices. False: the state is in host memory, and accelerators hold
         copies of the parameters."""
         return False
+
+    @property
+    def inexact_form(self) -> str:
+        """The string form of this strategy without the promise of equal bits, for people whose model cannot keep it;
+        empty: there is none."""
+        return ""
 
     @property
     def no_replay(self) -> str:

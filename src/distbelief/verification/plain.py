@@ -10,6 +10,7 @@ rest of the system it takes what the job fixes (the samples of a shard, the seed
             forward, loss as a sum over the samples (or as the job gives it), backward
         add gradients and float buffers of the shards along a binary tree
         divide the gradients by the weight of the whole batch, clip them, run the optimizer
+        apply the functions of `after_update` to the parameters that the optimizer has updated
         float buffers become their average over the shards; integer buffers must be the same after every shard
 
 The bits are those of `allreduce`, with two exceptions. The norm for clipping is summed per parameter here and per tile
@@ -24,6 +25,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -94,8 +96,8 @@ def train_plainly(job: Job, model: torch.nn.Module, most_steps: int = 0) -> Iter
         clip(job, parameters)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             if rate is not None:
-                group["lr"] = rate * (job.schedule(step) if job.schedule else 1.0)
-        update(optimizer, parameters)
+                group["lr"] = rate * job.rate_factor(step)
+        after_update(job, model, update(optimizer, parameters))
         buffers.commit(total)
         yield loss_sum / weight if weight else 0.0
 
@@ -280,9 +282,10 @@ def clip(job: Job, parameters: list[torch.nn.Parameter]) -> None:
             gradient.mul_(factor)
 
 
-def update(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
-    """One step for the parameters with a gradient. Parameters with their first gradient are updated in a separate call:
-    torch's fused SGD needs a first step for all of its parameters, or for none."""
+def update(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """One step for the parameters with a gradient; returns the parameters that the optimizer has updated. Parameters
+    with their first gradient are updated in a separate call: torch's fused SGD needs a first step for all of its
+    parameters, or for none."""
     given = [parameter for parameter in parameters if parameter.grad is not None]
     new = [parameter for parameter in given if not optimizer.state.get(parameter)]
     gradients = [parameter.grad for parameter in new]
@@ -295,3 +298,19 @@ def update(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter
         for parameter, gradient in zip(new, gradients, strict=True):
             parameter.grad = gradient
     optimizer.step()
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [parameter for parameter in given if id(parameter) in optimized]
+
+
+def after_update(job: Job, model: torch.nn.Module, updated: list[torch.nn.Parameter]) -> None:
+    """Apply the job's functions to the parameters that were updated. A tied parameter has several names, and each
+    function is applied to it once."""
+    for pattern, function in job.after_update.items():
+        named = model.named_parameters(remove_duplicate=False)
+        matched = {id(parameter) for name, parameter in named if fnmatchcase(name, pattern)}
+        for parameter in updated:
+            if id(parameter) in matched:
+                value = parameter.detach()
+                with torch.no_grad():
+                    result = function(value)
+                    parameter.copy_((result if isinstance(result, torch.Tensor) else value).clone())

@@ -6,9 +6,11 @@ Built on plain.py; of the strategies it uses the value with the settings only.
     for each round of H steps:
         for each replica that has samples:
             put parameters and buffers back to those of before the round
-            for each step: add up the gradients of the replica's shards, clip them, run the replica's own optimizer
+            for each step: add up the gradients of the replica's shards, clip them, run the replica's own optimizer and
+            the functions of `after_update`
         difference = the mean over the replicas of (parameters before - parameters after)
-        run the outer optimizer on the parameters of before, with that difference for a gradient
+        run the outer optimizer on the parameters of before, with that difference for a gradient, and the functions of
+            `after_update`
         float buffers become their average over the replicas; integer buffers are those of the first replica
 
 With compression each replica encodes its difference parameter by parameter, and keeps the encoding's error for its next
@@ -37,6 +39,7 @@ from distbelief.verification.plain import (
     ShardComputation,
     ShardSum,
     add_up,
+    after_update,
     clip,
     make_optimizer,
     open_data,
@@ -82,7 +85,7 @@ def train_locally(job: Job, model: torch.nn.Module, how: LocalSGD, most_steps: i
                 tensor.copy_(value)
             if end := replica.train(round_):
                 ends.append(end)
-        apply(outer, parameters, before[: len(parameters)], ends, how.compression)
+        after_update(job, model, apply(outer, parameters, before[: len(parameters)], ends, how.compression))
         mean_buffers(buffers, before[len(parameters) :], ends)
         for place in range(len(round_)):
             told = [end.told[place] for end in ends]
@@ -162,8 +165,8 @@ class Replica:
         clip(job, self._parameters)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if rate is not None:
-                group["lr"] = rate * (job.schedule(step) if job.schedule else 1.0)
-        update(self._optimizer, self._parameters)
+                group["lr"] = rate * job.rate_factor(step)
+        after_update(job, self._model, update(self._optimizer, self._parameters))
         buffers.commit(total)
         return total
 
@@ -171,15 +174,15 @@ class Replica:
 def apply(
     outer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], before: list[torch.Tensor], ends: list[End],
     compression: str = "",
-) -> None:  # fmt: skip
-    """Apply the outer step."""
+) -> list[torch.nn.Parameter]:  # fmt: skip
+    """Apply the outer step. Returns the parameters that it has updated."""
     codec = codec_of(compression) if compression else None
     for place, (parameter, then) in enumerate(zip(parameters, before, strict=True)):
         parameter.data.copy_(then)
         parameter.grad = None
         if any(end.touched[place] for end in ends):
             parameter.grad = add_tree([sent(end, place, then, codec) for end in ends]) * (1.0 / len(ends))
-    update(outer, parameters)
+    return update(outer, parameters)
 
 
 def sent(end: End, place: int, then: torch.Tensor, codec: Codec | None) -> torch.Tensor:

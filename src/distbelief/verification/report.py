@@ -58,7 +58,10 @@ def _meaning(plan: Plan, found: Comparison) -> list[str]:
             "of them."
         ]
     if all(how == PLAIN or parse(how).exact for how in (plan.strategy, plan.against)):
-        return ["Both promise the same bits, so there is an error, perhaps only in the order of a sum."]
+        return [
+            "Both promise the same bits. The purity check found nothing before training: look for state of the job's "
+            "code that begins to matter later (docs/purity.md). Without any, the error is DistBelief's."
+        ]
     if found.noisy:
         return [
             "After this number of steps rounding alone makes the weights differ, so the result proves nothing. Use "

@@ -14,9 +14,9 @@ from typing import TextIO
 from safetensors.torch import load_file
 
 from distbelief.api import run_file
+from distbelief.coordinator.metricsfile import NAME, records
 from distbelief.errors import RunFailed
 from distbelief.observe.plain import PlainView
-from distbelief.observe.records import Tail
 from distbelief.options import RunOptions
 from distbelief.strategies import parse
 from distbelief.verification.compare import (
@@ -86,8 +86,7 @@ def _train(plan: Plan, how: str, run_dir: Path, stream: TextIO) -> None:
 
 
 def _read(run_dir: Path) -> Trained:
-    records = Tail(run_dir / "metrics.jsonl").read()
-    losses = {record["step"]: record["loss"] for record in records if record.get("kind") == "step"}
+    losses = {record["step"]: record["loss"] for record in records(run_dir / NAME) if record.get("kind") == "step"}
     return Trained(load_file(run_dir / "weights.safetensors"), losses)
 
 

@@ -16,8 +16,11 @@ from distbelief.data.rules.order import positions_to_samples
 from distbelief.data.sources import InMemory, MapStyle
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
+from distbelief.strategies.purity.rules.findings import Impurity
+from distbelief.strategies.purity.samples import which_differs
 
 AHEAD = 2  # steps that are read ahead
+_ALONE = -1  # instead of a step: a sample that is read by itself
 TOGETHER = 4096  # positions permuted per call; a call has a fixed cost, that of some hundred positions
 
 
@@ -35,6 +38,13 @@ class Feed:
         self._stride = 1
         self._asked: set[tuple[int, int]] = set()
         self._spans: dict[tuple[int, Range], tuple[int, npt.NDArray[np.int64]]] = {}
+        self._taken: dict[Range, tuple[int, int]] = {}
+        """The first unit of a group -> (step, first shard) of the group's batch that was fetched last."""
+
+    @property
+    def readers(self) -> int:
+        """The number of reader processes; 0: the data is in memory."""
+        return self._readers.processes if self._readers else 0
 
     def expect(self, units: Sequence[Range], until: int) -> None:
         """Set the ranges of shards that every step before `until` requests; batches of other ranges are dropped."""
@@ -48,6 +58,7 @@ class Feed:
         self._until = until
         self._stride = stride
         self._spans.clear()
+        self._taken.clear()
         if self._readers:
             self._readers.forget(lambda key: key[1] in kept)
             self._asked = {key for key in self._asked if key[1] in kept}
@@ -110,12 +121,33 @@ class Feed:
         # Prefetch only for the own shards: a request for another member's shard comes after all own shards were
         # fetched.
         group = next((group for group in self._groups if (first, end) in group), ())
+        if group and (step, first) <= self._taken.get(group[0], (-1, -1)):
+            group = ()  # fetched again: the later batches were requested the first time
+        elif group:
+            self._taken[group[0]] = step, first
         for later in range(step, min(step + 1 + AHEAD, self._end_of(step))):
             for unit in group:
                 if later > step or unit[0] > first:  # earlier units of this step are taken already
                     self._ask(later, *unit)
         self._asked.discard((step, first))
         return self._readers.take((step, first)), high - low
+
+    def is_read(self) -> bool:
+        """Whether reader processes run a data set's code; tensors in memory are always the same."""
+        return self._readers is not None
+
+    def what_differs(self, step: int, first: int, end: int) -> Impurity:
+        """Two readings of this batch differed: why."""
+        assert self._readers is not None
+        assert isinstance(self._source, MapStyle)
+        readers = self._readers
+        epoch, samples = self.samples(step, first, end)
+
+        def read_alone(sample: int) -> Any:
+            readers.request((_ALONE, sample), epoch, np.array([sample]), collated=False)
+            return readers.take((_ALONE, sample))
+
+        return which_differs(self._source, samples, read_alone)
 
     def _ask(self, step: int, first: int, end: int) -> None:
         if (step, first) in self._asked:

@@ -7,7 +7,8 @@ import math
 import pickle
 import platform
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import msgspec
 import numpy
 import torch
 
-from distbelief.atomicfile import replace_file
+from distbelief.atomicfile import lacks_room, replace_file
 from distbelief.checkpoint.manifest import Facts
 from distbelief.control.messages import Canary, JobFacts
 from distbelief.data.sources import InMemory, MapStyle, as_source, seed_everything
@@ -24,8 +25,11 @@ from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Schedule
 from distbelief.strategies import plugin, require
-from distbelief.strategies.base import Prepared, ServerJob, Strategy
+from distbelief.strategies.base import Fetch, Prepared, ServerJob, Strategy
 from distbelief.strategies.flatmodel.namedtensors import tied, transient
+from distbelief.strategies.purity.rules.findings import Checked, notice, refusal
+from distbelief.strategies.purity.samples import HeldBatch
+from distbelief.strategies.purity.shards import CANARY
 from distbelief.transport.shm.memfd import require_memory
 from distbelief.transport.shm.segment import SegmentClient
 from distbelief.version import __version__
@@ -53,6 +57,8 @@ class Loaded:
     canary: Canary
     device: torch.device
     """The device that computes the shards."""
+    notices: Sequence[str] = ()
+    """What the user is told when the run starts."""
 
     @property
     def state_device(self) -> torch.device:
@@ -111,7 +117,8 @@ def _job(spec: WorkerSpec, segments: SegmentClient | None) -> Job:
     return job
 
 
-def load(spec: WorkerSpec, segments: SegmentClient | None) -> Loaded:
+def load(spec: WorkerSpec, segments: SegmentClient | None, checks: bool = True) -> Loaded:
+    """`checks`: whether an exact strategy's shards are checked to be pure functions (docs/purity.md)."""
     job = _job(spec, segments)
     strategy = require(spec.options.strategy, spec.plugin, spec.host)
     kind = named_device(spec.options.device)
@@ -134,11 +141,27 @@ def load(spec: WorkerSpec, segments: SegmentClient | None) -> Loaded:
     _require_memory(prepared, device)
     has = plugin(spec.options.strategy)  # members with different versions of a plug-in may not run together
     facts = {**prepared.facts(), **describe(device), **({"plug-in": has} if has else {})}
-    canary = Canary(prepared.canary(watch.fetch), facts)
+    checked = checked_canary(strategy, prepared, feed, watch.fetch) if checks else Checked(prepared.canary(watch.fetch))
+    if checked.impurities and not spec.options.impure:
+        message, hint, details = refusal(checked.impurities)
+        raise JobError(message, hint=hint, details=details)
+    canary = Canary(checked.canary, facts)
     if evaluator and not next(prepared.model.parameters()).is_meta:
         evaluator.rehearse(prepared.model)
     watch.data_s, watch.shards, watch.step, watch.shard = 0.0, 0, -1, -1  # do not count the canary
-    return Loaded(job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary, device)
+    notices = [notice(checked.impurities)] if checked.impurities else []
+    return Loaded(job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary, device, notices)
+
+
+def checked_canary(strategy: Strategy, prepared: Prepared, feed: Feed, fetch: Fetch) -> Checked:
+    """The canary; of exact strategies also the reasons why a shard's result is not always the same."""
+    if not strategy.exact:
+        return Checked(prepared.canary(fetch))
+    if not feed.is_read():
+        return prepared.checked_canary(fetch)
+    held = HeldBatch(fetch)
+    checked = prepared.checked_canary(held)
+    return checked if held.is_same else replace(checked, impurities=[feed.what_differs(*CANARY), *checked.impurities])
 
 
 def _require_memory(prepared: Prepared, device: torch.device) -> None:
@@ -165,7 +188,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int) -> None:
+def write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int, durable: bool) -> None:
     content: dict[str, Any] = {
         **msgspec.to_builtins(loaded.facts()),
         "file": spec.job.file,
@@ -174,9 +197,16 @@ def write_job_json(spec: WorkerSpec, loaded: Loaded, workers: int) -> None:
         "precision": loaded.job.precision,
         "matmul": loaded.job.matmul,
         "workers": workers,
+        "readers": loaded.feed.readers,
         "threads": spec.options.threads,
         "device": spec.options.device,
         "canary": msgspec.to_builtins(loaded.canary),
         "versions": versions(),
     }
-    replace_file(Path(spec.run_dir) / "job.json", json.dumps(content, indent=2).encode() + b"\n")
+    path = Path(spec.run_dir) / "job.json"
+    try:
+        replace_file(path, json.dumps(content, indent=2).encode() + b"\n", private=True, durable=durable)
+    except OSError as error:
+        if not lacks_room(error) or not path.exists():  # an earlier generation's says nearly the same
+            raise
+        print(f"{path} cannot be renewed: {error.strerror}", flush=True)

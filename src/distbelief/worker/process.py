@@ -15,6 +15,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ from distbelief.control.messages import (
     WorkerLeft,
     WorkerReady,
 )
+from distbelief.data.readers import ReadersLost
+from distbelief.options import NEVER, recheck_plan
 from distbelief.strategies.base import Replica, Saved, Seat, Seated
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import DeathWatch
@@ -86,7 +89,10 @@ def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: 
     """Run a worker until it ends. Returns its exit status."""
     if not by_hand:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the engine decides
-    for number in (signal.SIGTERM, *([signal.SIGINT] if by_hand else [])):
+    leaving = [signal.SIGTERM]
+    if by_hand:  # Ctrl-C, and the loss of its terminal unless `nohup` has the worker ignore that
+        leaving += [signal.SIGINT, *([] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP])]
+    for number in leaving:
         signal.signal(number, lambda number, frame: os._exit(0))  # nothing depends on this worker yet
     torch.set_num_threads(spec.options.threads)
     # Use the interface that reaches the coordinator; the host's name may resolve to another one.
@@ -100,12 +106,16 @@ def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: 
     except BaseException as error:
         failure = describe_failure(spec, error, -1, -1)
     with ControlLink(spec.address, spec.credential) as link:
-        for number in (signal.SIGTERM, *([signal.SIGINT] if by_hand else [])):
+        for number in leaving:
             signal.signal(number, lambda number, frame: _leave_soon(spec, link))
         link.send(WorkerJoined(spec.worker, spec.host, os.getpid()))
         if loaded is not None:
             gc.freeze()  # the loaded job stays: later collections skip it
-            link.send(WorkerReady(spec.worker, loaded.facts(), loaded.canary, identity(loaded.state_device)))
+            link.send(
+                WorkerReady(
+                    spec.worker, loaded.facts(), loaded.canary, identity(loaded.state_device), list(loaded.notices)
+                )
+            )
             try:
                 saver = Saver(spec.saves, spec.worker, link.send) if spec.saves else None
                 _connect(spec, loaded, link)
@@ -126,6 +136,9 @@ def _serve(place: Place, loaded: Loaded, by_hand: bool) -> int:
         if by_hand or (end.status == "refused" and not spec.shares_memory):
             _say_how_it_ended(spec, end)
         return int(by_hand and end.status in ("refused", "failed"))
+    except ReadersLost as error:  # an exit without a report is a death: another worker takes this one's place
+        print(f"this worker ends: {error.message}; {error.hint}", file=sys.stderr, flush=True)
+        return 1
     except BaseException as error:
         failure = describe_failure(spec, error, loaded.watch.step, loaded.watch.shard)
     finally:
@@ -209,10 +222,15 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
     membership = _membership(place, action, abort)
     exchange = loaded.prepared.exchange(membership)
     start = Beginning(spec, action, link.send)
+    may_recheck = loaded.strategy.rechecks and not spec.options.impure  # an impure shard differs by itself
     link.progress.waiting = lambda: exchange.waiting or start.reading
     try:
         workers = [member.worker for member in action.members]
-        seat = Seat(action.rank, action.ranges, loaded.steps, action.generation, action.degrees, workers)
+        seat = Seat(
+            action.rank, action.ranges, loaded.steps, action.generation, action.degrees, workers,
+            [member.host for member in action.members],
+            recheck_plan(spec.options.recheck) if may_recheck else NEVER,
+        )  # fmt: skip
         try:
             replica = loaded.prepared.build(seat, exchange, loaded.watch.fetch, start)
         except Exception:
@@ -227,7 +245,8 @@ def _train_generation(place: Place, loaded: Loaded, action: TrainGeneration, abo
         if membership.watch and spec.options.threads == 1 and exchange.size > 1:
             threading.Thread(target=_watch_neighbour, args=[membership.watch, link, action], daemon=True).start()
         if action.rank == 0:
-            write_job_json(spec, loaded, len(action.members))
+            # Later generations change the number of workers only, and a recovery must not wait for the disk.
+            write_job_json(spec, loaded, len(action.members), durable=not action.past)
             _report_takeover(link, replica, action)
             _report_rollback(link, replica, action)
         task = Assignment(

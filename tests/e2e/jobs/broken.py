@@ -76,6 +76,7 @@ def job(fault: str, batch: int = 16) -> Job:
         "model": {"model": FailsOnOneWorker, "global_batch": 32},
         "deadly": {"model": KillsItsWorker, "global_batch": 32, "validation": (x[:4], y[:4])},
         "nan": {"loss": lambda output, target: F.cross_entropy(output, target) * float("nan")},
+        "schedule": {"schedule": lambda step: 1 / (3 - step)},
         "empty": {"data": (x[:0], y[:0])},
         "few": {"data": (x[:3], y[:3])},
         "shards": {"shards": 40},

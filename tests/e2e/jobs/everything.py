@@ -2,7 +2,8 @@
 
 A Dataset with random augmentation (read in reader processes), batches that are not divisible by the shards, a partial
 last batch, BatchNorm, dropout, a frozen layer, tied weights, a sparse embedding, a parameter that only some shards
-use, one that no shard ever uses, a loss with weights, two parameter groups, clipping and a schedule.
+use, one that no shard ever uses, a loss with weights, two parameter groups, clipping, a schedule, and functions that
+limit weights after every update.
 """
 
 import random
@@ -64,6 +65,10 @@ def optimizer(parameters):
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-3}], lr=1e-2)
 
 
+def short_rows(p):
+    return torch.renorm(p, 2, 0, 0.5)
+
+
 def job(epochs: int = 3, brake_s: float = 0.0, hold_step: int = -1) -> Job:
     """While there is a file `brake`: every shard takes `brake_s` longer, and no member gets beyond step `hold_step`."""
 
@@ -89,6 +94,7 @@ def job(epochs: int = 3, brake_s: float = 0.0, hold_step: int = -1) -> Job:
         seed=5,
         schedule=rate,
         clip_norm=0.5,
+        after_update={"again.weight": short_rows, "enter.*": lambda p: p.clamp_(-0.2, 0.2), "never": torch.zero_},
         validation=Augmented(),
         metrics={"accuracy": accuracy},
         evaluate_every=6,

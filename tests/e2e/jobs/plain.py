@@ -1,4 +1,6 @@
-"""A CNN-like model with BatchNorm and dropout, AdamW, clipping and a schedule: what the plain loop is compared with."""
+"""A CNN-like model with BatchNorm and dropout, AdamW, clipping, a schedule and clipped weights: what the plain loop is
+compared with.
+"""
 
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from distbelief import Job
 torch.manual_seed(3)
 X = torch.randn(90, 1, 8, 8)
 Y = torch.randint(0, 5, (90,))
-BATCH, SHARDS, STEPS, SEED, CLIP = 20, 8, 14, 11, 0.3
+BATCH, SHARDS, STEPS, SEED, CLIP, LIMIT = 20, 8, 14, 11, 0.3, 0.04
 
 
 def rate(step: int) -> float:
@@ -51,4 +53,5 @@ def job(simple: bool = False) -> Job:
         seed=SEED,
         schedule=rate,
         clip_norm=CLIP,
+        after_update={} if simple else {"h*.weight": lambda p: p.clamp_(-LIMIT, LIMIT)},
     )

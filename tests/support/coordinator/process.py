@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -29,7 +31,12 @@ CANARY = m.Canary(fingerprint="c3d4", facts={"threads": "1"})
 class Process:
     """A coordinator, and the means to talk to it."""
 
-    def __init__(self, run_dir: Path, context: zmq.Context, config: dict, order: dict) -> None:
+    answer: Any
+
+    def __init__(
+        self, run_dir: Path, context: zmq.Context, config: dict, order: dict, most_file_bytes: int | None
+    ) -> None:
+        """`most_file_bytes`: it starts on a full disk. It may have to wait before it answers then."""
         self.run_dir = run_dir
         self.context = context
         self.sockets: list[zmq.Socket] = []
@@ -45,8 +52,27 @@ class Process:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({**line, **order}).encode() + b"\n")
+        self.answer = None
+        if most_file_bytes is not None:  # before it can write anything
+            self.limit_files(most_file_bytes)
         self.process.stdin.flush()
+        if most_file_bytes is None:
+            self.until_it_answers()
+
+    def until_it_answers(self) -> None:
+        assert self.process.stdout is not None
         self.answer = json.loads(self.process.stdout.readline())
+
+    def limit_files(self, size_bytes: int = -1, to_their_size: bool = False) -> int:
+        """No file can grow beyond this size any more, as on a full disk; any user may do that. -1: no limit.
+        `to_their_size`: of the journal; shorter files cannot grow either. Returns the limit before."""
+        if to_their_size:
+            size_bytes = (self.run_dir / "journal.jsonl").stat().st_size
+            with (self.run_dir / "metrics.jsonl").open("ab") as metrics:
+                metrics.write(b"\n" * max(0, size_bytes - metrics.tell()))
+        before, hard = resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (size_bytes, hard))
+        return before
 
     def dealer(self) -> zmq.Socket:
         socket = self.context.socket(zmq.DEALER)
@@ -69,13 +95,17 @@ class Process:
         return journal.read(self.run_dir / "journal.jsonl")
 
     def metrics(self) -> list[dict]:
-        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines if line]
 
 
 @contextlib.contextmanager
-def coordinator(run_dir: Path, order: dict | None = None, **config: object) -> Iterator[Process]:
+def coordinator(
+    run_dir: Path, order: dict | None = None, most_file_bytes: int | None = None, **config: object
+) -> Iterator[Process]:
     with zmq.Context() as context:
-        process = Process(run_dir, context, {"workers": 2, "save_every": "never", **config}, order or {})
+        config = {"workers": 2, "save_every": "never", **config}
+        process = Process(run_dir, context, config, order or {}, most_file_bytes)
         try:
             yield process
         finally:

@@ -21,6 +21,7 @@ import torch
 
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.data.sources import as_source
+from distbelief.options import NEVER, RecheckPlan
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import Seat
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
@@ -45,6 +46,7 @@ POINTS = [
     "after it arrived",
     "when all have arrived",
     "with a tile torn",
+    "before a function of after_update",
     "with some tiles applied",
     "with all tiles applied",
     "after it applied",
@@ -73,6 +75,7 @@ class Script:
     """Of a store: then members meet in torch groups."""
     name: str = ""
     exact: bool = True
+    recheck: RecheckPlan = NEVER
 
     def members(self, generation: int) -> list[int]:
         gone = {death.worker for death in self.deaths[: generation - 1]}
@@ -162,7 +165,7 @@ def train(segments: SegmentClient, worker: int, script: Script) -> Survived:
             if generation < script.generations:
                 last = script.deaths[generation - 1].step
                 board.watch(generation, abort, lambda: begun[0] >= last and group.waiting)
-            member = prepared.build(Seat(rank, ranges, STEPS), group, feed.fetch)
+            member = prepared.build(Seat(rank, ranges, STEPS, recheck=script.recheck), group, feed.fetch)
             assert isinstance(member, DataParallelReplica)
             if found := member.taken_over():
                 takeovers[generation] = (found.step, found.recomputed)
@@ -282,8 +285,17 @@ def _arm(member: DataParallelReplica, group: Exchange, doom: Death, die: Callabl
             at(group._flags, "announce", before=False, when=lambda _, word, *__: word == ARRIVED)
         case "after it arrived" | "when all have arrived":
             at(member, "_judge", before=True)
+        case "in a recheck":
+            at(member._recheck, "_compute", before=True)
+        case "before the comparison":
+            at(member._recheck, "_gather", before=True)
+        case "after the comparison":
+            at(member._recheck, "_gather", before=False)
         case "with a tile torn":
             state.open = torn  # type: ignore[method-assign]
+        case "before a function of after_update":
+            for optimizer in member._updates._optimizers.values():
+                at(optimizer, "after_update", before=True)
         case "with some tiles applied":
             at(state, "close", before=False)
         case "with all tiles applied":

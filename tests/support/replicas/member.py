@@ -48,7 +48,7 @@ class Everything(nn.Module):
         self.norm = nn.BatchNorm1d(256)
         self.drop = nn.Dropout(0.3)
         self.sometimes = nn.Linear(256, 32)
-        self.unused = nn.Linear(9, 9)
+        self.unused = nn.Linear(64, 64)
         self.last = nn.Linear(256, 8)
         self.head = nn.Linear(8, CLASSES, bias=False)
         self.head.weight = self.words.weight
@@ -74,6 +74,14 @@ def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}], lr=1e-2)
 
 
+def short_rows(p: torch.Tensor) -> torch.Tensor:
+    return torch.renorm(p, 2, 0, 0.55)
+
+
+def clipped(p: torch.Tensor) -> None:
+    p.clamp_(-0.1, 0.1)
+
+
 def make_job(shards: int) -> Job:
     generator = torch.Generator().manual_seed(1)
     word = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
@@ -91,6 +99,7 @@ def make_job(shards: int) -> Job:
         seed=11,
         schedule=lambda step: 1.0 / (1 + step),
         clip_norm=CLIP_NORM,
+        after_update={"body.*": clipped, "sometimes.weight": short_rows, "unused.*": torch.zero_, "head.*": short_rows},
     )
 
 
@@ -190,6 +199,12 @@ def plain(segments: SegmentClient, shards: int) -> Trained:
         for group, rate in zip(adam.param_groups, rates, strict=True):
             group["lr"] = rate / (1 + step)
         adam.step()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                if name in ("body.weight", "body.bias"):
+                    parameter.data.clamp_(-0.1, 0.1)
+                if name in ("sometimes.weight", "words.weight"):  # the latter is also the head's
+                    parameter.data = torch.renorm(parameter.data, 2, 0, 0.55)
         for buffer, value in zip(floats, averages, strict=True):
             buffer.copy_(value / len(sums))
         losses.append(math.fsum(totals) / math.fsum(weights))
@@ -234,6 +249,18 @@ def _zeros_for_untouched() -> None:
     )
 
 
+def _functions_on_pieces() -> None:
+    """As if a tile could begin in the middle of a parameter: its pieces are not its rows."""
+
+    def of_pieces(self: tileoptimizer.TileOptimizer, step: int, untouched: Any) -> None:
+        for entry, value, one in self._functions:
+            if untouched is None or not untouched[entry]:
+                for piece in value.view(-1).split(100):
+                    one.apply(piece.view(1, -1), step)
+
+    tileoptimizer.TileOptimizer.after_update = of_pieces  # type: ignore[method-assign]
+
+
 def _buffers_carried_on() -> None:
     """Integers are restored: they would be noticed at once, and the run would end."""
     restore = compute.ShardComputer.restore_buffers
@@ -256,6 +283,7 @@ BREAK: dict[str, Callable[[], None]] = {
     "order": _left_to_right,
     "norms": _norms_by_member,
     "untouched": _zeros_for_untouched,
+    "functions": _functions_on_pieces,
     "buffers": _buffers_carried_on,
     "random": _random_numbers_carried_on,
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import select
 import signal
 import subprocess
 import sys
@@ -50,13 +52,17 @@ def processes_of(mark: str) -> list[psutil.Process]:
     return found
 
 
+_FAKETIME = re.compile(r"(sem\.)?faketime_")
+"""libfaketime's own segments, in the tests of clocks: a process that is killed leaves them."""
+
+
 def left_in_shared_memory(before: set[str], patience_s: float = 10) -> set[str]:
     """What is new there and stays, and is nobody's any more. What other programs of this machine have is in use, or
     goes again."""
     deadline = time.monotonic() + patience_s
     left = set(os.listdir("/dev/shm")) - before
     while left and time.monotonic() < deadline:
-        left = {name for name in left if is_ours(name) and not is_in_use(name)}
+        left = {name for name in left if not _FAKETIME.match(name) and is_ours(name) and not is_in_use(name)}
         time.sleep(0.2 * bool(left))
     return left
 
@@ -102,6 +108,10 @@ class Run:
     def status(self) -> int | None:
         """None while it goes on."""
         return self._process.poll()
+
+    def has_printed(self) -> bool:
+        """Something that nobody has read yet."""
+        return bool(select.select([self._process.stdout, self._process.stderr], [], [], 0)[0])
 
     def wait(self, timeout_s: float = 500) -> Outcome:
         stdout, stderr = self._process.communicate(timeout=timeout_s)

@@ -35,3 +35,9 @@ def tree_sum(parts: list) -> list:
         middle *= 2
     left, right = tree_sum(parts[:middle]), tree_sum(parts[middle:])
     return [a + b for a, b in zip(left, right, strict=True)]
+
+
+def clip_weights(model: torch.nn.Module) -> None:
+    """What the job's `after_update` does, as a WGAN does it to its critic."""
+    for layer in (model.hidden, model.head):
+        layer.weight.data.clamp_(-plain.LIMIT, plain.LIMIT)

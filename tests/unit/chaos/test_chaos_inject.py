@@ -132,6 +132,28 @@ def test_a_kill_comes_at_its_step_and_not_before(stage: Stage) -> None:
     assert [record["kind"] for record in injector.journal] == ["epoch", "generation"]
 
 
+def test_a_reader_is_killed_and_not_its_worker(stage: Stage) -> None:
+    """The process that stands for worker 1 has a child, whose child has the name of a reader."""
+    reader = "import time; from distbelief.lifeline import name_process; name_process('reader'); time.sleep(600)"
+    parent = f"import subprocess, sys; print(subprocess.run([sys.executable, '-c', {reader!r}]).returncode, flush=True)"
+    worker = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {parent!r}]); import time; time.sleep(600)"
+    stage.workers[1] = subprocess.Popen([sys.executable, "-c", worker], stdout=subprocess.PIPE)
+    try:
+        with stage.injector("kill reader 1, kill reader 0 at step 1") as injector:
+            stage.members(0, 1)
+            stage.step(1)
+            until(lambda: injector.notes)
+            output = stage.workers[1].stdout
+            assert output is not None
+            assert output.readline() == b"-9\n"
+        assert stage.gone() == set()
+        assert [(note.kind, note.worker) for note in injector.notes] == [("kill reader", None)]
+        assert injector.missed == ["kill reader 0 at step 1 (no reader process was found)"]
+    finally:
+        stage.workers[1].kill()
+        stage.workers[1].communicate()
+
+
 def test_a_server_is_killed_when_others_have_what_it_has(stage: Stage) -> None:
     def gone() -> set[int]:
         return {number for number, process in stage.served.items() if process.poll() is not None}

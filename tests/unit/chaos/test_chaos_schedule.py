@@ -62,7 +62,7 @@ def test_spaces_capitals_and_the_order_of_the_parts_do_not_matter() -> None:
     ("text", "word", "said"),
     [
         ("join, frieze worker 2", "frieze", "'frieze' is not a fault; did you mean 'freeze'?"),
-        ("kill wroker 2", "wroker", "write 'kill worker' or 'kill coordinator'"),
+        ("kill wroker 2", "wroker", "write 'kill worker' or 'kill reader' or 'kill coordinator'"),
         ("freeze coordinator", "coordinator", "write 'freeze worker'"),
         ("kill", "", "the end of the sentence cannot follow 'kill'"),
         ("slow worker 1", "", "'by' was expected, not the end of the sentence"),
@@ -152,8 +152,8 @@ def test_what_is_written_is_what_is_read(faults: tuple[Fault, ...]) -> None:
 
 
 def test_random_schedules_are_valid_repeatable_and_cover_every_kind() -> None:
-    texts = [random_schedule(seed, 4, 100, servers=2) for seed in range(50)]
-    assert texts == [random_schedule(seed, 4, 100, servers=2) for seed in range(50)]
+    texts = [random_schedule(seed, 4, 100, servers=2, readers=1) for seed in range(50)]
+    assert texts == [random_schedule(seed, 4, 100, servers=2, readers=1) for seed in range(50)]
     assert len(set(texts)) > 40
     found = [parse(text) for text in texts]
     assert {fault.kind for faults in found for fault in faults} == set(KINDS)
@@ -165,6 +165,10 @@ def test_random_schedules_are_valid_repeatable_and_cover_every_kind() -> None:
 def test_the_only_server_is_spared() -> None:
     for servers in (0, 1):
         assert not [seed for seed in range(50) if "server" in random_schedule(seed, 4, 100, servers)]
+
+
+def test_a_job_without_readers_loses_none() -> None:
+    assert not [seed for seed in range(50) if "reader" in random_schedule(seed, 4, 100)]
 
 
 @pytest.mark.parametrize(("workers", "steps"), [(1, 1), (2, 3), (100, 10**6)])

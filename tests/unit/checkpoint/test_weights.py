@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,3 +204,45 @@ def test_a_tensor_in_blocks_is_saved_as_one_that_is_whole(tmp_path: Path) -> Non
     with pytest.raises(DistBeliefError, match="has other bytes when it is read back"):
         save_weights(model, tmp_path / "short.safetensors", {"z": Streamed(torch.float32, (6, 2), iter(blocks[:1]))})
     assert not (tmp_path / "short.safetensors").exists()
+
+
+def test_a_full_disk_is_waited_for_before_the_first_tensor_is_asked_for(tmp_path: Path) -> None:
+    """In a process of its own, whose files cannot grow at first."""
+    script = """
+import resource, sys, threading, time
+from pathlib import Path
+import torch
+from distbelief.checkpoint.lazy import outlines_of
+from distbelief.checkpoint.weights import weights_sha256_of, write_weights
+from distbelief.errors import DistBeliefError
+tensors = {"a": torch.ones(1000), "b": torch.zeros(7)}
+before = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+asked = []
+def stream():
+    for name in tensors:
+        asked.append(name)
+        yield name, tensors[name]
+path = Path(sys.argv[1])
+try:
+    write_weights(path, outlines_of(tensors), stream())
+except DistBeliefError as error:
+    assert "File too large" in error.message and "distbelief resume RUN" in error.hint, error.message
+assert not asked and not list(path.parent.iterdir())
+class Tee:  # room is made as soon as it says that it waits
+    def write(self, text):
+        sys.stderr.write(text)
+        if "waits 300 s for room" in text:
+            assert not asked
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    def flush(self): pass
+sys.stdout = Tee()
+assert write_weights(path, outlines_of(tensors), stream(), 300.0) == weights_sha256_of(tensors.items())
+assert asked == ["a", "b"]
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "w.safetensors")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "it waits 300 s for room" in done.stderr
+    assert load_file(tmp_path / "w.safetensors")["a"].sum() == 1000

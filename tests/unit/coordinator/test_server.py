@@ -20,6 +20,7 @@ from tests.support.coordinator.process import (
     AUTHORITY,
     SECRET,
     WAIT_MS,
+    attach,
     beat,
     coordinator,
     engine_and_workers,
@@ -192,18 +193,84 @@ def test_metrics_that_cannot_be_opened(tmp_path: Path) -> None:
         assert process.wait() == 1
 
 
-def test_a_full_disk_ends_the_run_and_says_so(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+def test_a_decision_waits_for_room_on_the_disk_and_nothing_is_carried_out_before(tmp_path: Path) -> None:
     with coordinator(tmp_path) as process:
         engine, workers = engine_and_workers(process)
-        start = told(workers[0])
-        tell(workers[0], beat(0, start, 1))
-        end = told(engine)
-        assert isinstance(end, m.EndRun)
-        assert end.status == "failed"
-        assert "No space left on device" in end.reason
+        starts = [told(socket) for socket in workers]
+        before = process.limit_files(to_their_size=True)
+        for step in (1, 2):
+            tell(workers[0], beat(0, starts[0], step))
+        facts = process.dealer()
+        while (tell(facts, m.FactsAsked()) or told(facts)).step < 2:  # it has heard both
+            pass
+        tell(engine, m.WorkerExited(worker=1, status=-9))
+        process.until_it_says("waits 1800 s for room")
+        for _ in range(3):  # it is not silent, and takes what it is told
+            tell(workers[0], beat(0, starts[0], 2))
+            attach(engine)
+        assert process.records()[-1]["kind"] == "generation", "the death is not recorded"
+        assert not workers[0].poll(0), "and nobody was told"
+        process.limit_files(before)
+        command = told(workers[0])
+        assert isinstance(command, m.StartGeneration)
+        assert [one["lost"] for one in process.records() if one["kind"] == "generation"] == [[], [1]]
+        tell(workers[0], finish(0, command.generation))
+        assert process.wait() == 0
+        assert [line["step"] for line in process.metrics() if line["kind"] == "step"] == [0, 1], "no line was lost"
+        said = [line["text"] for line in process.metrics() if line["kind"] == "notice"]
+        assert any("the journal can be written again" in text for text in said)
+        assert any("metrics.jsonl can be written again" in text and "no line was lost" in text for text in said)
+
+
+def test_a_disk_that_stays_full_ends_the_run_and_all_are_told(tmp_path: Path) -> None:
+    with coordinator(tmp_path, order={"room_wait_s": 0.1}) as process:
+        engine, workers = engine_and_workers(process)
+        for socket in workers:
+            told(socket)
+        process.limit_files(to_their_size=True)
+        tell(engine, m.WorkerExited(worker=1, status=-9))
+        for socket in (engine, workers[0]):
+            end = told(socket)
+            while isinstance(end, m.Answer):  # it lives
+                end = told(socket)
+            assert isinstance(end, m.EndRun)
+            assert end.status == "failed"
+            assert "File too large" in end.reason
         assert process.wait() == 1
-        assert process.records()[-1]["failure"]["kind"] == "coordinator"
+        assert process.records()[-1]["kind"] == "generation", "the journal is whole"
+
+
+def test_a_coordinator_that_waits_for_room_still_ends_with_the_run(tmp_path: Path) -> None:
+    with coordinator(tmp_path) as process:
+        engine, workers = engine_and_workers(process)
+        for socket in workers:
+            told(socket)
+        process.limit_files(to_their_size=True)
+        tell(engine, m.WorkerExited(worker=1, status=-9))
+        process.until_it_says("waits 1800 s for room")
+        process.process.send_signal(signal.SIGTERM)
+        assert process.wait() == 1
+
+
+def test_a_coordinator_that_starts_again_waits_for_room(tmp_path: Path) -> None:
+    with coordinator(tmp_path) as first:
+        for socket in engine_and_workers(first)[1]:
+            told(socket)
+    whole = (tmp_path / "journal.jsonl").stat().st_size
+    with coordinator(tmp_path, most_file_bytes=whole) as second:
+        second.until_it_says("waits 1800 s for room")
+        assert second.answer is None
+        second.limit_files(-1)
+        second.until_it_answers()
+        assert second.answer["epoch"] == 2
+
+
+def test_a_disk_that_is_full_before_the_run_is_told_at_once(tmp_path: Path) -> None:
+    with coordinator(tmp_path, most_file_bytes=10) as process:
+        process.until_it_answers()
+        assert "cannot write the journal" in process.answer["error"]
+        assert "File too large" in process.answer["error"]
+        assert process.wait() == 1
 
 
 def test_half_a_metrics_line_of_a_killed_coordinator_is_left_alone(tmp_path: Path) -> None:

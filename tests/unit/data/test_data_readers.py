@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from distbelief.data.readers import ReaderError, Readers
+from distbelief.data.readers import ReaderError, Readers, ReadersLost
+from distbelief.data.rules.readerdeaths import MOST_IDLE
 from distbelief.data.sources import MapStyle
 
 
@@ -67,6 +69,12 @@ def test_batches_come_by_key_in_any_order() -> None:
                 assert x.tolist() == [[step], [shard]]
                 assert y.tolist() == [step, shard]
     assert r.pids == []
+
+
+def test_samples_come_without_the_collate_if_they_are_asked_for_so() -> None:
+    with readers(lambda sample: sample * 2, collate=lambda parts: 1 / 0) as r:
+        r.request((0, 0), 0, samples(3, 4), collated=False)
+        assert r.take((0, 0)) == [6, 8]
 
 
 def test_requests_are_not_read_twice_and_unknown_ones_are_refused(tmp_path: pathlib.Path) -> None:
@@ -270,8 +278,8 @@ def crash(sample: int) -> int:
         (crash, "was killed by SIGSEGV", "native code"),
     ],
 )
-def test_a_dead_reader_is_reported_with_the_samples_it_was_reading(
-    function: Any, ended: str, hint: str, processes: int
+def test_samples_that_kill_two_readers_are_named(
+    function: Any, ended: str, hint: str, processes: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with readers(function, processes) as r:
         pids = r.pids
@@ -279,30 +287,104 @@ def test_a_dead_reader_is_reported_with_the_samples_it_was_reading(
             r.request((step, 0), 0, samples(step, step + 100))
         with pytest.raises(ReaderError) as caught:
             _ = [r.take((step, 0)) for step in range(20)]
+        assert "samples 13, 113 of the data set Computed have killed two readers" in caught.value.message
         assert ended in caught.value.message
-        assert "while reading samples 13, 113" in caught.value.message
-        assert any(f"reader process {pid} " in caught.value.message for pid in pids)
         assert hint in caught.value.hint
+        told = capfd.readouterr().err  # of the first death, by one of the first readers
+        assert any(f"reader process {pid} {ended} while reading samples 13, 113; another" in told for pid in pids)
         r.request((30, 0), 0, samples(1))
         with pytest.raises(ReaderError, match="reader process"):  # and it stays that way
             r.take((30, 0))
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_a_reader_killed_from_outside_while_it_reads_or_while_idle() -> None:
-    with readers(lambda _: time.sleep(1000)) as r:
-        (pid,) = r.pids
-        r.request((0, 0), 0, samples(*range(20)))
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(
-            ReaderError, match=rf"reader process {pid} was killed by SIGKILL while reading samples 0, 1,"
-        ):
-            r.take((0, 0))
-    with readers(lambda sample: sample) as r:
-        os.kill(r.pids[0], signal.SIGTERM)
-        wait_for(lambda: not is_running(r.pids[0]))
+@pytest.mark.parametrize("processes", [1, 3])
+def test_killed_readers_are_replaced_and_the_batches_have_the_same_bits(processes: int, tmp_path: pathlib.Path) -> None:
+    """Killed while they read, with requests in work and waiting, and killed while idle."""
+    gate = tmp_path / "gate"
+
+    def gated(sample: int) -> Any:
+        if sample == 50:
+            (tmp_path / str(os.getpid())).touch()
+            while not gate.exists():
+                time.sleep(0.005)
+        return augmented(sample)
+
+    wanted = [samples(step, 50, step + 1) for step in range(6)]
+    expected = []
+    gate.touch()
+    with readers(gated, processes) as r:
+        for step, numbers in enumerate(wanted):
+            r.request((step, 0), 3, numbers)
+        expected = [r.take((step, 0)) for step in range(6)]
+    gate.unlink()
+    for file in tmp_path.iterdir():
+        file.unlink()
+    with readers(gated, processes) as r:
+        first = r.pids
+        for step, numbers in enumerate(wanted[:processes]):
+            r.request((step, 0), 3, numbers)
+        wait_for(lambda: all((tmp_path / str(pid)).exists() for pid in first))
+        victim = first[0]
+        os.kill(victim, signal.SIGKILL)
+        wait_for(lambda: not is_running(victim))
+        gate.touch()
+        for step, numbers in enumerate(wanted):
+            r.request((step, 0), 3, numbers)
+        found = [r.take((step, 0)) for step in range(6)]
+        assert victim not in r.pids
+        assert len(r.pids) == processes
+        for pid in (idle := r.pids):
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda pid=pid: not is_running(pid))
+        r.request((9, 0), 3, wanted[2])
+        found.append(r.take((9, 0)))
+        assert not set(r.pids) & {*idle, *first}
+    for one, other in zip(found, [*expected, expected[2]], strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_readers_of_one_data_set_die_with_their_parent_which_says_so() -> None:
+    with readers(lambda sample: sample, processes=2) as r:
+        pids = r.pids
+        parent = int(pathlib.Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")")[-1].split()[1])
+        assert pathlib.Path(f"/proc/{parent}/comm").read_text() == "reader parent\n"
+        assert pathlib.Path(f"/proc/{pids[0]}/comm").read_text() == "reader\n"
+        os.kill(parent, signal.SIGKILL)
+        wait_for(lambda: not any(is_running(pid) for pid in pids))
         r.request((0, 0), 0, samples(1))
-        with pytest.raises(ReaderError, match="SIGTERM"):
+        with pytest.raises(ReadersLost, match="the process that forks the readers of the data set Computed is dead"):
+            r.take((0, 0))
+
+
+def test_a_lock_that_is_held_here_is_free_in_a_replacement(tmp_path: pathlib.Path) -> None:
+    """A replacement is no fork of this process, whose threads may hold any lock."""
+    lock = threading.Lock()
+    died = tmp_path / "died"
+
+    def read(sample: int) -> int:
+        if sample == 1 and not died.exists():
+            died.touch()
+            os._exit(1)
+        with lock:
+            return sample
+
+    with readers(read) as r, lock:
+        r.request((0, 0), 0, samples(1, 2))
+        assert r.take((0, 0), timeout_s=100).tolist() == [1, 2]
+
+
+def test_readers_that_die_without_reading_anything_are_not_forked_for_ever() -> None:
+    with readers(lambda sample: sample) as r:
+        seen = []
+        for _ in range(MOST_IDLE):
+            seen += r.pids
+            os.kill(r.pids[0], signal.SIGKILL)
+            wait_for(lambda pid=seen[-1]: not is_running(pid))
+            r.forget(lambda key: True)
+        assert len(set(seen)) == MOST_IDLE
+        r.request((0, 0), 0, samples(1))
+        with pytest.raises(ReaderError, match=rf"{MOST_IDLE} readers of the data set Computed died .* by SIGKILL"):
             r.take((0, 0))
 
 

@@ -167,32 +167,3 @@ def test_the_faster_library_is_named() -> None:
     )
     assert processor.judge_products(processor.Products(250e9)).status == "ok"
     assert processor.judge_products(processor.Products()).status == "skipped"
-
-
-def test_limits_of_a_container(tmp_path: Path) -> None:
-    inner = tmp_path / "cg" / "pod" / "job"
-    inner.mkdir(parents=True)
-    mine = tmp_path / "cgroup"
-    mine.write_text("0::/pod/job\n")
-    assert limits.cpu_quota(tmp_path / "cg", mine) == 0
-    assert limits.memory_left(tmp_path / "cg", mine) == (0, 0)
-    (inner / "cpu.max").write_text("max 100000\n")
-    (inner.parent / "cpu.max").write_text("150000 100000\n")
-    (inner / "memory.max").write_text("1000\n")
-    (inner / "memory.current").write_text("400\n")
-    (inner.parent / "memory.max").write_text("max\n")
-    assert limits.cpu_quota(tmp_path / "cg", mine) == 1.5
-    assert limits.memory_left(tmp_path / "cg", mine) == (1000, 600)
-
-
-def test_limits_of_a_container_of_the_first_version(tmp_path: Path) -> None:
-    for controller in ("cpu", "memory"):
-        (tmp_path / controller / "pod").mkdir(parents=True)
-    mine = tmp_path / "cgroup"
-    mine.write_text("4:memory:/pod\n3:cpu,cpuacct:/pod\n")
-    (tmp_path / "cpu" / "pod" / "cpu.cfs_quota_us").write_text("50000")
-    (tmp_path / "cpu" / "pod" / "cpu.cfs_period_us").write_text("100000")
-    (tmp_path / "memory" / "pod" / "memory.limit_in_bytes").write_text("2000")
-    (tmp_path / "memory" / "pod" / "memory.usage_in_bytes").write_text("2500")
-    assert limits.cpu_quota(tmp_path, mine) == 0.5
-    assert limits.memory_left(tmp_path, mine) == (2000, 0)

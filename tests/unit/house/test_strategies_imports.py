@@ -28,6 +28,7 @@ SHARED = (
     f"{STRATEGIES}.rules",
     f"{STRATEGIES}.tables",
     f"{STRATEGIES}.flatmodel",
+    f"{STRATEGIES}.purity",
     # Tools for the models of every strategy.
     "distbelief.exporting",
     "distbelief.verification.plain",

@@ -37,6 +37,7 @@ FULL = Launch(
         keep_best="loss:min",
         begin_from="/weights.safetensors",
         profile="10:20",
+        recheck="never",
     ),
     job=JobSource("/jobs/digits.py", {"lr": "0.1"}, ("/jobs",)),
     placement=Placement(listen="tcp://0.0.0.0:*"),
@@ -198,6 +199,10 @@ def test_the_coordinator_understands_what_it_is_told_of_the_run(tmp_path: Path) 
     assert not msgspec.convert(plain(tmp_path, save_every="never").run_config(), RunConfig).saves
 
 
+def test_an_impure_run_is_not_exact(tmp_path: Path) -> None:
+    assert [plain(tmp_path, impure=impure).run_config()["exact"] for impure in (False, True)] == [True, False]
+
+
 def test_where_others_can_come_memory_is_not_shared_unless_that_is_asked_for(tmp_path: Path) -> None:
     assert plain(tmp_path).placed(listen="tcp://0.0.0.0:*").usable_transport == "gloo"
     assert (
@@ -250,6 +255,29 @@ def test_a_number_of_workers_that_cannot_be_is_refused_before_anything_starts(tm
 def test_shares_are_not_for_divided_models() -> None:
     with pytest.raises(DistBeliefError, match="shares cannot be given with sharded"):
         divided("sharded", 2, shares=(1.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    "strategy", ["local_sgd:8", "ps:async", "ps:sync:backups=1", "allreduce:inexact", "sandblaster"]
+)
+def test_a_recheck_is_refused_where_no_member_could_do_it_and_the_default_is_not(tmp_path: Path, strategy: str) -> None:
+    for wanted in ("all", "10"):
+        with pytest.raises(DistBeliefError, match=f"{strategy}.* cannot recheck") as caught:
+            plain(tmp_path, recheck=wanted).with_options(strategy=strategy)
+        assert caught.value.exit_code == 2
+    for harmless in ("auto", "never"):
+        assert not plain(tmp_path, recheck=harmless).with_options(strategy=strategy).strategy.rechecks
+
+
+def test_an_impure_run_cannot_recheck(tmp_path: Path) -> None:
+    with pytest.raises(DistBeliefError, match="gradients of an impure job differ"):
+        plain(tmp_path, recheck="all").with_options(impure=True)
+    plain(tmp_path, recheck="auto").with_options(impure=True)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "allreduce:gloo", "ps:sync"])
+def test_a_recheck_is_taken_where_members_can_do_it(tmp_path: Path, strategy: str) -> None:
+    assert plain(tmp_path, recheck="all").with_options(strategy=strategy).strategy.rechecks
 
 
 def test_what_travels_in_the_clear_is_said(tmp_path: Path) -> None:

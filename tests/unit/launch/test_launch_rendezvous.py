@@ -31,6 +31,27 @@ def test_in_a_folder_the_invitation_is_found_and_nothing_is_left(tmp_path: Path)
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_with_a_key_the_secret_is_not_in_the_folder(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    new_key(key)
+    invitation = Invitation("tcp://10.0.0.1:5555", run_secret(read_key(key)))
+    first, other = (SharedFolder(tmp_path / "run", "job", key=key) for _ in range(2))
+    assert first.key_file() == key
+    first.tell(notice_of(invitation))
+    assert invitation.secret.hex() not in (tmp_path / "run" / rendezvous.FILE).read_text()
+    assert other.wait(5).invitation == invitation
+
+
+@pytest.mark.parametrize("first_has_it", [True, False])
+def test_a_key_that_only_some_processes_were_given(tmp_path: Path, first_has_it: bool) -> None:
+    key = tmp_path / "key"
+    new_key(key)
+    SharedFolder(tmp_path, "job", key=key if first_has_it else None).tell(notice_of(INVITATION))
+    with pytest.raises(DistBeliefError, match="was given a key file") as caught:
+        SharedFolder(tmp_path, "job", key=None if first_has_it else key).wait(5)
+    assert "--key FILE to all processes" in caught.value.hint
+
+
 def test_what_a_dead_launch_has_left_in_a_folder_means_nothing(tmp_path: Path) -> None:
     SharedFolder(tmp_path, "job 1").tell(notice_of(INVITATION))
     with pytest.raises(DistBeliefError, match="has published no address"):

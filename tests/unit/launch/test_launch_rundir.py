@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distbelief.coordinator.journal import Journal
-from distbelief.errors import DistBeliefError, RunInterrupted
+from distbelief.errors import DistBeliefError, RunFailed, RunInterrupted
 from distbelief.launch import rundir
 from distbelief.launch.launch import Launch, keep_launch, read_launch
 from distbelief.launch.pollloop import Signals
@@ -51,6 +51,7 @@ def test_a_run_that_was_refused_does_not_take_its_directory(tmp_path: Path) -> N
     run = tmp_path / "run"
     rundir.make_run_dir(run)
     (run / "checkpoints").mkdir()
+    (run / "logs" / rundir.COMMAND_LOG).write_text("error: unknown strategy\n")
     rundir.make_run_dir(run)  # nothing was started in it
     (run / "logs" / "coordinator.log").touch()
     with pytest.raises(DistBeliefError, match="is not empty"):
@@ -79,3 +80,22 @@ def test_what_a_stopped_run_goes_on_from(tmp_path: Path, records: list[tuple[str
     assert f"stopped by SIGTERM; {said}; nothing is left running" in caught.value.message
     assert caught.value.hint == f"go on with `distbelief resume '{folder}'`"
     assert caught.value.exit_code == 143
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "status", "said"),
+    [
+        ("SIGTERM received; a checkpoint of step 3 is saved", RunInterrupted, 143, "stopped by SIGTERM"),
+        ("SIGHUP received", RunInterrupted, 129, "stopped by SIGHUP"),
+        ("distbelief stop received; a checkpoint", RunInterrupted, 130, "stopped by distbelief stop"),
+        ("the process that starts workers has died", RunFailed, 1, "the process that starts workers has died"),
+    ],
+)
+def test_how_a_stopped_run_ended_for_a_reader(
+    tmp_path: Path, reason: str, error: type[DistBeliefError], status: int, said: str
+) -> None:
+    with Journal.open(tmp_path / "journal.jsonl"):
+        pass
+    with pytest.raises(error, match=said) as caught:
+        rundir.outcome({"kind": "ended", "status": "stopped", "reason": reason}, tmp_path)
+    assert caught.value.exit_code == status

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distbelief.coordinator.metricsfile import Record, Tail
 from distbelief.observe import text
-from distbelief.observe.records import Follower, Progress, Record, Tail, WorkerLoad, advance, describe, find_slowest
+from distbelief.observe.records import Follower, Progress, WorkerLoad, advance, describe, find_slowest
 
 
 def step(number: int, at: float, loss: float | None = 1.0, samples: int = 64) -> Record:

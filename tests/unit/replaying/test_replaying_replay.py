@@ -174,6 +174,13 @@ def test_a_run_that_was_not_exact(tmp_path: Path) -> None:
     assert found.result.fingerprint == found.recorded, "it is replayed exactly, shard by shard"
 
 
+def test_a_run_of_an_impure_job_is_compared_with_nothing(tmp_path: Path) -> None:
+    run_dir = recorded(tmp_path)
+    change(run_dir / "launch.json", lambda text: text.replace('"impure": false', '"impure": true'))
+    found = replay(run_dir, 3)
+    assert (found.verdict, found.exact) == ("unknown", False)
+
+
 def test_a_job_file_that_has_changed(tmp_path: Path) -> None:
     run_dir = recorded(tmp_path)
     (tmp_path / "job.py").write_text(JOB.replace("manual_seed(4)", "manual_seed(5)"))

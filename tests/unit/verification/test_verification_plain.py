@@ -96,6 +96,10 @@ def sgd(**options: Any) -> Callable[[list[nn.Parameter]], optim.Optimizer]:
     return lambda parameters: optim.SGD(parameters, lr=0.1, **options)
 
 
+def shortened(p: torch.Tensor) -> None:
+    p.mul_((0.3 / p.norm()).clamp(max=1.0))
+
+
 JOBS: dict[str, dict[str, Any]] = {
     "fused, clipped, scheduled": {"clip_norm": 0.05, "schedule": lambda step: 1 / (step + 1)},
     "momentum that begins late": {"model": Late, "optimizer": sgd(momentum=0.9)},
@@ -117,6 +121,8 @@ JOBS: dict[str, dict[str, Any]] = {
         "model": lambda: nn.Linear(6, 6),
         "loss": lambda output, batch: F.mse_loss(output, batch["input"]),
     },
+    "clipped weights": {"after_update": {"*.weight": lambda p: p.clamp_(-0.1, 0.1), "3.*": lambda p: p.mul(0.9)}},
+    "weights of a largest norm": {"model": Late, "optimizer": sgd(momentum=0.9), "after_update": {"*": shortened}},
     "one tensor": {"data": X, "model": lambda: nn.Linear(6, 6), "loss": F.mse_loss},
 }
 

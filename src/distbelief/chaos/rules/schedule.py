@@ -14,7 +14,8 @@ from typing import NoReturn
 
 from distbelief.errors import DistBeliefError
 
-WORKER_FAULTS = ("kill worker", "freeze worker", "slow worker", "cut worker", "leave worker")
+WORKER_FAULTS = ("kill worker", "freeze worker", "slow worker", "cut worker", "leave worker", "kill reader")
+"""The number in these sentences is a worker's."""
 KINDS = (*WORKER_FAULTS, "kill coordinator", "join", "scale", "kill server")
 NUMBERED = (*WORKER_FAULTS, "kill server")
 """The kinds that may name a worker or a server."""
@@ -24,6 +25,7 @@ LASTING = ("freeze worker", "slow worker", "cut worker")
 FORMS = """\
 kill worker [N] · freeze worker [N] · slow worker [N] by 3x · cut worker [N] · leave worker [N]
 kill coordinator · join · scale to N · kill server [N] (of two parameter servers or more)
+kill reader [N] (of worker N, of a job whose data is a Dataset)
 when: at step 40 · at 3s · every 40 steps · every 3s (left out: from the start)
 how long, for freeze, slow and cut: for 5s (left out: to the end)
 Sentences are parted by commas; without N, a worker or a server is chosen by --seed."""

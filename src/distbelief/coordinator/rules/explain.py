@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
-from distbelief.control.messages import STATUS_UNKNOWN, Canary, JobFacts
+from distbelief.control.messages import STATUS_NOT_STARTED, STATUS_UNKNOWN, Canary, JobFacts
 
 # Fact -> (the new worker, the run, what to do). Facts without an entry get a plain sentence.
 _FACTS: dict[str, tuple[str, str, str]] = {
@@ -90,14 +90,16 @@ def _short(fingerprint: str) -> str:
     return fingerprint if len(fingerprint) <= 12 else f"{fingerprint[:12]}…"
 
 
-def ending(status: int) -> str:
-    """How a process ended, from its status as in subprocess.
+def ending(status: int, reason: str = "") -> str:
+    """How a process ended, from its status as in subprocess. `reason`: why it was not started.
 
     >>> ending(-9), ending(3)
     ('was killed by SIGKILL (out of memory?)', 'exited with status 3')
     """
     if status == STATUS_UNKNOWN:
         return "has died"
+    if status == STATUS_NOT_STARTED:
+        return f"could not be started{': ' if reason else ''}{reason}"
     if status >= 0:
         return f"exited with status {status}"
     try:

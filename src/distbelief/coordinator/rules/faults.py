@@ -24,7 +24,7 @@ from dataclasses import replace
 from distbelief.control import messages as m
 from distbelief.coordinator.rules import balance, detector, explain, hosts
 from distbelief.coordinator.rules.ending import Result, fail, fail_without_culprit, record, say, with_worker
-from distbelief.coordinator.rules.hosts import MOST_FAILED_HIRES, hire, launching
+from distbelief.coordinator.rules.hosts import MOST_FAILED_HIRES, hire, launching, slowed
 from distbelief.coordinator.rules.progress import forget
 from distbelief.coordinator.rules.regroup import regroup, start_when_complete
 from distbelief.coordinator.rules.servers import lifecycle
@@ -47,6 +47,10 @@ LOOK_EVERY_S = 2.0
 EXPLAINED_S = 1.0
 """A connection that breaks is most often the first sign of a death: wait this long for the report of it."""
 MOST_RETRIES = 10
+MOST_REFUSED = 10
+"""After this many starts in a row that hosts refused, with longer and longer pauses, no more are tried."""
+MOST_STARTS = 3
+"""How often each worker's start may be refused before the run has begun."""
 
 
 # --- a process fails or ends -----------------------------------------------------------------------------------------
@@ -85,15 +89,17 @@ def exited(state: State, event: m.WorkerExited, now: float) -> Result:
     if worker.leaving:  # its exit arrived before its WorkerLeft
         return regroup(state, "leave", f"{worker.name} has left", now)
     if state.phase == "training" and not state.is_member(event.worker):
-        text = f"{worker.name}, which was no member, {explain.ending(event.status)}"
+        refused = event.status == m.STATUS_NOT_STARTED
+        who = worker.name if refused else f"{worker.name}, which was no member,"
+        text = f"{who} {explain.ending(event.status, event.reason)}"
         # Recorded, so that the next coordinator, which hears of the exit again, does not count it again.
         written = record(state, now, "exited", text, worker=event.worker, status=event.status)
         if known and worker.ready:
             state, outputs = hire(state, now)
             return state, [written, say(text, now), *outputs]
-        return _after_failed_hire(state, text, now, [written])
-    if event.status < 0:  # killed by a signal: no report of a cause will come
-        return _lost(state, state.workers[event.worker], now)
+        return _after_failed_hire(state, text, now, [written], refused=refused)
+    if event.status < 0:  # killed by a signal, or not started: no report of a cause will come
+        return _lost(state, state.workers[event.worker], now, event.reason)
     grace_s = REPORTED_GRACE_S if event.status == m.EXIT_REPORTED else EXIT_GRACE_S
     return replace(state, pending={**state.pending, event.worker: now + grace_s}), []
 
@@ -109,29 +115,40 @@ def peer_died(state: State, event: m.PeerDied, now: float) -> Result:
     return _lost(with_worker(state, worker), worker, now)
 
 
-def _after_failed_hire(state: State, text: str, now: float, outputs: list[Output]) -> Result:
-    """A new worker ended before it was ready. Start another one, up to MOST_FAILED_HIRES in a row."""
-    failed_hires = state.troubles.failed_hires + 1
-    state = replace(state, troubles=replace(state.troubles, failed_hires=failed_hires))
+def _after_failed_hire(state: State, text: str, now: float, outputs: list[Output], *, refused: bool = False) -> Result:
+    """A new worker ended before it was ready. Start another one, up to MOST_FAILED_HIRES in a row, or MOST_REFUSED if
+    hosts refused to start them: there may be room again later."""
+    failed_hires = state.troubles.failed_hires + (not refused)
+    refusals = state.troubles.refused + (refused and not state.restarts.wait_s(now))  # once per attempt
+    if refusals >= MOST_REFUSED:
+        failed_hires = MOST_FAILED_HIRES
+    state = replace(state, troubles=replace(state.troubles, failed_hires=failed_hires, refused=refusals))
+    later: list[Output] = []
     if failed_hires >= MOST_FAILED_HIRES:
-        text += f"; after {failed_hires} such failures no more are started (distbelief scale tries again)"
+        count = max(failed_hires, refusals)
+        text += f"; after {count} such failures no more are started (distbelief scale tries again)"
+    else:
+        state, later = slowed(state, now, refused=refused)
     state, more = hire(state, now)
-    outputs = [*outputs, say(text, now), *more]
+    outputs = [*outputs, say(text, now), *later, *more]
     if state.paused and state.phase == "training":  # perhaps no worker is left to wait for
         state, more = regroup(state, "death", text, now)
         outputs += more
     return state, outputs
 
 
-def _lost(state: State, worker: Worker, now: float) -> Result:
-    """A member, or a worker that was to become one, died without a reported cause."""
+def _lost(state: State, worker: Worker, now: float, reason: str = "") -> Result:
+    """A member, or a worker that was to become one, died without a reported cause. `reason`: why it was not started."""
     assert worker.exited is not None
     state = replace(state, pending={w: until for w, until in state.pending.items() if w != worker.number})
     losses = state.troubles.losses + 1
     state = replace(state, troubles=replace(state.troubles, losses=losses))
-    ended = f"{worker.name} {explain.ending(worker.exited)}"
+    ended = f"{worker.name} {explain.ending(worker.exited, reason)}"
     hint = f"look in logs/worker-{worker.number}.log"
+    refused = worker.exited == m.STATUS_NOT_STARTED
     limit = 3 if state.phase == "gathering" else 10 + 2 * state.target
+    if refused:  # of the whole run at once, and it may be a matter of seconds
+        limit = max(limit, MOST_STARTS * state.target)
     if losses >= limit:
         reached = state.progress.steps.get(worker.number, 0)
         when = f"after {reached} steps" if state.phase == "training" else "before the run had started"
@@ -140,7 +157,7 @@ def _lost(state: State, worker: Worker, now: float) -> Result:
         return fail(state, failure, now)
     outputs: list[Output] = [record(state, now, "lost", ended, worker=worker.number, status=worker.exited)]
     if state.phase == "gathering":
-        outputs.append(say(f"{ended} before the run had started; another one is started", now))
+        outputs.append(say(f"{ended}{'' if refused else ' before the run had started'}; another one is started", now))
         if state.reference:  # the start may only have waited for this exit's cause
             state, more = start_when_complete(state, now)
             outputs += more
@@ -148,8 +165,9 @@ def _lost(state: State, worker: Worker, now: float) -> Result:
         state = replace(state, lost=(*state.lost, worker.number))
         state, more = regroup(state, "death", ended, now)
         outputs += more
+    state, later = slowed(state, now, refused=refused)
     state, more = hire(state, now)
-    return state, outputs + more
+    return state, [*outputs, *later, *more]
 
 
 def outstanding(state: State, now: float) -> Result:

@@ -6,11 +6,13 @@ How it works:
 - Which processes are wanted, and on which host, is recorded before the host's agent is asked. So after a restart the
   next coordinator does not ask a second host for a worker that the first host is still starting.
 - An agent that has not started a process after ASK_AGAIN_S is asked again: the command may have been lost.
+- Where workers die again and again, the next one is started later (restarts.py).
 - Nothing is started on a host that was silent for SILENT_S; after LOST_S the host is lost (faults.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -158,11 +160,25 @@ def never_heard(state: State, now: float) -> set[str]:
 # --- missing workers are started -------------------------------------------------------------------------------------
 
 
+def slowed(state: State, now: float, *, refused: bool = False) -> Result:
+    """A worker has died, or its start was refused: where that happens again and again, the next one is started
+    later."""
+    restarts = state.restarts.died(now, state.target, refused=refused)
+    wait_s = restarts.wait_s(now)
+    if restarts is state.restarts or not wait_s:
+        return replace(state, restarts=restarts), []
+    state = replace(state, restarts=restarts)
+    why = "it could not be started" if refused else "workers die again and again"
+    return state, [say(f"{why}: the next one is started in {math.ceil(wait_s)} s", now)]
+
+
 def hire(state: State, now: float) -> Result:
-    """Start missing workers, as far as hosts have room."""
+    """Start missing workers, as far as hosts have room. Agents' reports bring another call each second."""
     there = sum(1 for worker in state.workers.values() if worker.counts) + len(state.hired)
     missing = state.target - there
     if missing <= 0 or state.phase == "ended" or state.troubles.failed_hires >= MOST_FAILED_HIRES:
+        return state, []
+    if state.restarts.wait_s(now):
         return state, []
     placed = _place_workers(state, range(state.next_worker, state.next_worker + missing), now)
     if not placed:

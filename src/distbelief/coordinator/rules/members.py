@@ -22,6 +22,7 @@ from distbelief.coordinator.rules import explain, generation
 from distbelief.coordinator.rules.ending import Result, fail, record, say, with_worker
 from distbelief.coordinator.rules.hosts import hire
 from distbelief.coordinator.rules.regroup import regroup, release, start_when_complete
+from distbelief.coordinator.rules.restarts import Restarts
 from distbelief.coordinator.rules.vocabulary import Output, ProtocolError, Reply, Send, State, Worker
 from distbelief.transport.rules import choice
 
@@ -75,6 +76,7 @@ def ready(state: State, event: m.WorkerReady, now: float) -> Result:
         reason = f"worker {event.worker} was the first to be ready; all others must match it"
         facts = {"job": msgspec.to_builtins(event.job), "canary": msgspec.to_builtins(event.canary)}
         outputs.append(record(state, now, "reference", reason, worker=event.worker, **facts))
+        outputs += [say(text, now) for text in event.notices]
         state = replace(state, reference=event)
     else:
         run = state.reference
@@ -83,7 +85,9 @@ def ready(state: State, event: m.WorkerReady, now: float) -> Result:
         if reason:
             return _refuse(state, worker, reason, now)
     worker = replace(worker, ready=True, gpu=event.gpu)
-    state = replace(with_worker(state, worker), active_at=now, troubles=replace(state.troubles, failed_hires=0))
+    state = replace(
+        with_worker(state, worker), active_at=now, troubles=replace(state.troubles, failed_hires=0, refused=0)
+    )
     if worker.leaving:
         state, more = release(state, worker, now)
     else:
@@ -164,8 +168,8 @@ def scaled(state: State, event: m.ScaleRequested, now: float) -> Result:
     reason = f"{event.workers} workers were asked for instead of {state.target}"
     outputs: list[Output] = [record(state, now, "scaled", reason, target=event.workers, leaving=leaving)]
     hired = {number: at for number, at in state.hired.items() if number not in leaving}
-    troubles = replace(state.troubles, failed_hires=0)
-    state = replace(state, target=event.workers, hired=hired, troubles=troubles)
+    troubles = replace(state.troubles, failed_hires=0, refused=0)
+    state = replace(state, target=event.workers, hired=hired, troubles=troubles, restarts=Restarts())
     outputs.append(say(reason, now))
     for worker in surplus:
         state, more = release(state, worker, now)

@@ -221,7 +221,8 @@ def _ticked(state: State, event: Ticked, now: float) -> Result:
 def _stopped(state: State, event: m.StopRequested, now: float) -> Result:
     if event.at_once or not saving.can_save(state):
         return end(state, "stopped", event.reason, now)
-    return saving.stop_after_save(state, event.reason, now)
+    state, outputs = saving.stop_after_save(state, event.reason, now)
+    return state, [Reply(m.Answer(state.epoch, True, "the run stops when a checkpoint is saved")), *outputs]
 
 
 def _broken(state: State, event: CoordinatorFailed, now: float) -> Result:

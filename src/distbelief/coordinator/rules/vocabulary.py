@@ -15,6 +15,7 @@ from distbelief.coordinator.rules.balance import Look, Speeds
 from distbelief.coordinator.rules.detector import Pulse
 from distbelief.coordinator.rules.paged import Paged
 from distbelief.coordinator.rules.progress import Progress
+from distbelief.coordinator.rules.restarts import Restarts
 from distbelief.coordinator.rules.servers.fleet import Fleet
 from distbelief.errors import DistBeliefError
 from distbelief.options import RunOptions
@@ -244,6 +245,8 @@ class Troubles:
     """(step, shard) -> workers that died while they computed it."""
     failed_hires: int = 0
     """New workers in a row that ended before they were ready."""
+    refused: int = 0
+    """Workers in a row that a host could not start."""
 
 
 @dataclass(frozen=True)
@@ -334,6 +337,7 @@ class State:
     look: Look = field(default_factory=Look)
     looked_at: float = 0.0
     troubles: Troubles = field(default_factory=Troubles)
+    restarts: Restarts = field(default_factory=Restarts)
     saves: Saves = field(default_factory=Saves)
     recoveries: int = 0
     taken_over: int = 0

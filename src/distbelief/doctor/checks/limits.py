@@ -2,73 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
+from distbelief.controlgroups import own_memory_room
 from distbelief.doctor.rules.report import Finding, megabytes, ok, problem
-
-# --- the container: cgroup versions 1 and 2 ---------------------------------------------------------------------------
-
-
-_CGROUPS = Path("/sys/fs/cgroup")
-_NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 for "no limit"
-
-
-def cpu_quota(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> float:
-    """Cores' worth of time; 0: no limit."""
-    found = []
-    for folder in _folders(root, membership, "cpu"):
-        with contextlib.suppress(OSError, ValueError):
-            quota, period = (folder / "cpu.max").read_text().split()
-            if quota != "max":
-                found.append(int(quota) / int(period))
-        with contextlib.suppress(OSError, ValueError):
-            quota_us = int((folder / "cpu.cfs_quota_us").read_text())
-            if quota_us > 0:
-                found.append(quota_us / int((folder / "cpu.cfs_period_us").read_text()))
-    return min(found, default=0.0)
-
-
-def memory_left(root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> tuple[int, int]:
-    """The limit and its unused part, in bytes; (0, 0): no limit."""
-    found = []
-    for folder in _folders(root, membership, "memory"):
-        for limit, used in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            with contextlib.suppress(OSError, ValueError):
-                most = int((folder / limit).read_text())  # "max" raises ValueError
-                if most < _NO_LIMIT:
-                    found.append((most - int((folder / used).read_text()), most))
-    left, most = min(found, default=(0, 0))
-    return most, max(left, 0)
-
-
-def _folders(root: Path, membership: Path, controller: str) -> list[Path]:
-    """The cgroups of this process, from the innermost outwards; each may have a limit."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return []
-    found: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            base = root
-        elif controller in controllers.split(","):
-            base = root / controllers if (root / controllers).exists() else root / controller
-        else:
-            continue
-        inner = Path(path.lstrip("/"))
-        found += [base / inner, *(base / parent for parent in inner.parents)]
-    return list(dict.fromkeys(found))
-
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
@@ -84,7 +25,7 @@ class Memory:
     limit: int = 0
     """The container's limit; 0: none."""
     left: int = 0
-    """The unused part of the limit."""
+    """The part of the limit that can still be allocated."""
 
     @property
     def room(self) -> int:
@@ -93,7 +34,8 @@ class Memory:
 
 def probe_memory() -> Memory:
     machine = psutil.virtual_memory()
-    return Memory(machine.total, machine.available, *memory_left())
+    room = own_memory_room()
+    return Memory(machine.total, machine.available, *((room.limit, max(room.free, 0)) if room else ()))
 
 
 def judge_memory(found: Memory) -> Finding:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from distbelief.doctor.checks.limits import cpu_quota
+from distbelief.controlgroups import own_cpu_quota
 from distbelief.doctor.rules.report import Finding, ok, problem, skipped
 
 BUSY = 2.0
@@ -49,7 +49,7 @@ def probe_processor() -> Processor:
         pass
     usable, cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     onednn = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
-    return Processor(cores, usable, cpu_quota(), instruction_set, threads, os.getloadavg()[0], onednn)
+    return Processor(cores, usable, own_cpu_quota(), instruction_set, threads, os.getloadavg()[0], onednn)
 
 
 def judge_processor(found: Processor) -> Finding:

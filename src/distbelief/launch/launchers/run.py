@@ -192,18 +192,19 @@ def _rendezvous(asked: LauncherRequest, place: Place) -> Rendezvous | None:
     """The rendezvous of this launch's hosts. None: the launch is on one host."""
     if place.is_alone:
         return None
+    key = Path(asked.key_file) if asked.key_file else None
     if place.address:
-        if not asked.key_file:
+        if key is None:
             raise DistBeliefError(
                 f"{place.launcher} started this run on several hosts: they need a key to trust each other",
                 hint="`distbelief keys new FILE`, copy the file to every host, and give --key FILE",
             )
         if place.address_is_taken:
-            return LauncherStore(place.address, place.job, Path(asked.key_file))
-        return KnownAddress(place.address, Path(asked.key_file))
+            return LauncherStore(place.address, place.job, key)
+        return KnownAddress(place.address, key)
     if _uses_mpi(place):
-        return MpiBroadcast(place)
-    return SharedFolder(run_folder(asked, place), place.job, place.peers)
+        return MpiBroadcast(place, key)
+    return SharedFolder(run_folder(asked, place), place.job, place.peers, key)
 
 
 def _uses_mpi(place: Place) -> bool:

@@ -80,8 +80,8 @@ class CoordinatorActor:
 
     def stop(self, number: int, count: int) -> None:
         """The driver has received `count` signals. It repeats the call, because this actor may have been restarted."""
-        while self._signals.count < count and not self._over:
-            self._signals.take(number)
+        if not self._over:
+            self._signals.take(number, count)
 
 
 class _Silent:

@@ -16,10 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-import msgspec
-
 from distbelief.coordinator.rules.saving import STOP_S
 from distbelief.errors import DistBeliefError, RunFailed, RunInterrupted
+from distbelief.launch.growing import GrowingFile, Logs
 from distbelief.launch.launch import Invitation, Launch, Observer
 from distbelief.launch.lead import authority_of
 from distbelief.launch.pollloop import Signals
@@ -69,7 +68,7 @@ class _Driver:
         self._name = launch.run_dir.resolve().name
         self._agents = Agents(self._name, need)
         self._demand = Demand(need)
-        self._logs = Logs(launch.run_dir)
+        self._logs = Logs(launch.run_dir, without=("ray",))  # what Ray itself prints, see quiet()
         self._target = Target(launch.run_dir, launch.options.workers)
         self._unusable: set[str] = set()
         self._doubtful: dict[str, float] = {}
@@ -256,48 +255,7 @@ class _Driver:
         self._refresh()
 
 
-# --- files of the run directory that other processes write ------------------------------------------------------------
-
-
-_AT_ONCE = 1 << 20
-
-
-class GrowingFile:
-    """Reads a file that grows: each complete line once."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read = 0
-
-    def lines(self) -> list[bytes]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._read)
-                data = file.read(_AT_ONCE)
-        except OSError:  # the file does not exist yet
-            return []
-        whole, end, _ = data.rpartition(b"\n")
-        if not end and len(data) == _AT_ONCE:
-            whole = data  # one endless line: a progress bar
-        self._read += len(whole) + len(end)
-        return whole.split(b"\n") if whole or end else []
-
-
-class Logs:
-    """The output of all processes of a run: each has a file in the run directory's logs."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / "logs"
-        self._files: dict[Path, GrowingFile] = {}
-
-    def lines(self) -> Iterator[tuple[str, str]]:
-        """(source, line)"""
-        for path in sorted(self._folder.glob("*.log")):
-            if path.stem == "ray":  # what Ray itself prints, see quiet()
-                continue
-            file = self._files.setdefault(path, GrowingFile(path))
-            for line in file.lines():
-                yield path.stem.replace("-", " "), line.decode(errors="replace")
+# --- how many workers are wanted --------------------------------------------------------------------------------------
 
 
 class Target:
@@ -310,13 +268,7 @@ class Target:
 
     def read(self) -> tuple[int, bool]:
         """(workers, whether the run has ended)"""
-        for line in self._journal.lines():
-            try:
-                record = msgspec.json.decode(line)
-            except msgspec.MsgspecError:  # a killed coordinator left half a line
-                continue
-            if not isinstance(record, dict):
-                continue
+        for record in self._journal.records():
             if record.get("kind") == "scaled":
                 self._workers = int(record["target"])
             if record.get("kind") in ("ended", "resumed"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 SILENT_S = 10.0
 """A coordinator that has not answered for this long is killed, and another one takes over."""
+HOPELESS_S = 300.0
+"""If no coordinator has answered for this long, the run ends: without one, members end after this time too."""
 LOOK_S = 1.0
 """A longer time between two looks counts as this: we were stopped (Ctrl-Z, a debugger), perhaps the coordinator too."""
 SHORT_LIFE_S = 2.0
@@ -20,19 +22,29 @@ class Silence:
     (False, False)
     >>> [now for now in range(85, 100) if silence.is_too_long(float(now), answered_at=0.4)][0]
     94
+    >>> for now in range(100, 500):  # other coordinators are started, and none answers
+    ...     if silence.is_too_long(float(now), answered_at=0.4): silence.begin()
+    >>> silence.is_hopeless
+    True
     """
 
     def __init__(self, now: float) -> None:
         self._looked_at = self._answered_at = now
         self._unheard_s = 0.0
+        self._alone_s = 0.0
 
     def is_too_long(self, now: float, answered_at: float) -> bool:
         """The caller asks several times a second."""
         gap_s, self._looked_at = now - self._looked_at, now
         self._unheard_s += min(gap_s, LOOK_S)
+        self._alone_s += min(gap_s, LOOK_S)
         if answered_at > self._answered_at:
-            self._answered_at, self._unheard_s = answered_at, 0.0
+            self._answered_at, self._unheard_s, self._alone_s = answered_at, 0.0, 0.0
         return self._unheard_s > SILENT_S
+
+    @property
+    def is_hopeless(self) -> bool:
+        return self._alone_s > HOPELESS_S
 
     def begin(self) -> None:
         """Another coordinator starts: the whole time begins again."""

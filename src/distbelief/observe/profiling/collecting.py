@@ -10,11 +10,11 @@ from typing import Any
 
 from distbelief.atomicfile import replace_file
 from distbelief.control.messages import PROFILE_FOLDER
+from distbelief.coordinator.metricsfile import NAME, records
 from distbelief.errors import DistBeliefError
 from distbelief.observe.profiling.parts import OPERATORS, SPANS, read_parts
 from distbelief.observe.profiling.rules.merging import Trace, merge
 from distbelief.observe.profiling.rules.summary import Summary, summarise
-from distbelief.observe.records import Tail
 from distbelief.strategies import parse
 
 TRACE = "workers.pt.trace.json.gz"
@@ -44,8 +44,8 @@ def collect(run_dir: Path) -> Path | None:
 
 def _seen(run_dir: Path) -> set[int]:
     """All workers that have trained in the run."""
-    records = Tail(run_dir / "metrics.jsonl").read()
-    return {int(one["worker"]) for record in records if record.get("kind") == "workers" for one in record["workers"]}
+    lines = (record for record in records(run_dir / NAME) if record.get("kind") == "workers")
+    return {int(one["worker"]) for record in lines for one in record["workers"]}
 
 
 def read_summary(where: Path) -> tuple[Summary, Path]:

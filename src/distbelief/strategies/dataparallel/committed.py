@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from distbelief.atomicfile import ROOM_WAIT_S
 from distbelief.checkpoint.weights import Streamed, save_weights, weights_sha256
 from distbelief.data.sources import seed_everything, split_batch
 from distbelief.strategies.base import Task
@@ -37,9 +38,9 @@ class CommittedModel:
             model.train()
 
     def save(self, path: Path, besides: Mapping[str, torch.Tensor | Streamed] | None = None) -> str:
-        """Save the weights. Returns their digest. `besides`: tensors that belong to the weights but are not in the
-        model."""
-        return save_weights(self.restore(), path, besides or {})
+        """Save the weights at the end of a run. Returns their digest. `besides`: tensors that belong to the weights
+        but are not in the model."""
+        return save_weights(self.restore(), path, besides or {}, ROOM_WAIT_S)
 
     def sha256(self) -> str:
         return weights_sha256(self.restore())

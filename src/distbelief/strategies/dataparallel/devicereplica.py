@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,17 @@ class DeviceReplica(DataParallelReplica):
         self._under_way.clear()
         super().compute(step)
 
+    def _compute_units(self, step: int, units: Sequence[ShardWork]) -> None:
+        super()._compute_units(step, units)
+        if self._is_rechecked:
+            self._finish_units()
+
+    def _finish_units(self) -> None:
+        """Wait for the results of the launched shards."""
+        for one in self._under_way:
+            super()._computed(*one)
+        self._under_way.clear()
+
     def _computed(self, shard: int, samples: int, result: Callable[[], ShardResult]) -> None:
         self._under_way.append((shard, samples, result))
 
@@ -70,9 +81,7 @@ class DeviceReplica(DataParallelReplica):
         return when_whole(self.exchange.stretches, stretch_ready)
 
     def commit(self, step: int) -> StepResult:
-        for one in self._under_way:  # all shards are launched: wait for their results
-            super()._computed(*one)
-        self._under_way.clear()
+        self._finish_units()
         self.exchange.finish_copies()  # the device still computes: do not count this as communication
         return super().commit(step)
 
@@ -87,7 +96,7 @@ class DeviceReplica(DataParallelReplica):
             if clip < 1.0:
                 torch._foreach_mul_(of_parameters, clip)
         gradients = {tile: self.exchange.reduced(tile) for tile in self._tiles}
-        rate = self._job.schedule(step) if self._job.schedule else 1.0
+        rate = self._job.rate_factor(step)
         self._state.open_all(step)
         self._updates.apply(step, gradients, rate, untouched)
         for tile in self._buffer_tiles:

@@ -10,6 +10,7 @@ import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -28,11 +29,14 @@ from distbelief.strategies.dataparallel.compressed import CompressedDeviceReplic
 from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.dataparallel.strategy import AllReduce
-from distbelief.strategies.flatmodel.compute import ShardComputer, make_model
+from distbelief.strategies.flatmodel.afterupdate import parameter_functions
+from distbelief.strategies.flatmodel.compute import Rehearsal, ShardComputer, make_model
 from distbelief.strategies.flatmodel.layout import lay_out, trainable
 from distbelief.strategies.flatmodel.namedtensors import frozen, set_frozen
 from distbelief.strategies.flatmodel.rules.stepwork import slots_needed
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
+from distbelief.strategies.purity.rules.findings import Checked
+from distbelief.strategies.purity.shards import CANARY, check_purity
 from distbelief.strategies.tables.embedding import EmbeddingTable
 from distbelief.transport.abort import Abort
 from distbelief.transport.device.accelerator import Accelerator
@@ -62,8 +66,9 @@ class PreparedModel(ABC):
         self._schedule = schedule
         self._device = device
         parameters = [p for _, p in trainable(self.model)]
-        self._recipe = Recipe(job.optimizer, parameters)
-        self._layout = lay_out(self.model, whole_parameters=not self._recipe.elementwise)
+        self._recipe = Recipe(job.optimizer, parameters, parameter_functions(job, self.model))
+        whole = self._recipe.functions
+        self._layout = lay_out(self.model, whole_parameters=not self._recipe.elementwise, whole=whole)
         self.model.to(device)
 
     def facts(self) -> dict[str, str]:
@@ -80,7 +85,13 @@ class PreparedModel(ABC):
         }
 
     def canary(self, fetch: Fetch) -> str:
-        return self._computer.canary(*fetch(0, 0, 1))
+        return self._rehearse(*fetch(*CANARY)).fingerprint()
+
+    def checked_canary(self, fetch: Fetch) -> Checked:
+        return check_purity(self._computer, self._rehearse, fetch)
+
+    def _rehearse(self, batch: Any, samples: int) -> Rehearsal:
+        return self._computer.rehearse(batch, samples)
 
     @cached_property
     def parameters(self) -> int:
@@ -110,12 +121,12 @@ class PreparedModel(ABC):
 class PreparedAllReduce(PreparedModel):
     """See `Prepared`."""
 
-    def canary(self, fetch: Fetch) -> str:
+    def _rehearse(self, batch: Any, samples: int) -> Rehearsal:
         forward = self._computer.forward
         if not self._exact:  # no member compares these bits, and no batch has this shape: compiling would not pay
             self._computer.forward = self.model
         try:
-            return super().canary(fetch)
+            return super()._rehearse(batch, samples)
         finally:
             self._computer.forward = forward
 

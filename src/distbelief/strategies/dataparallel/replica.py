@@ -13,6 +13,9 @@ The training loop (worker/training.py) calls `compute(t)` and `commit(t)` on eve
    sibling shard in the tree. In the last shard it then calls `exchange.publish`, while the backward pass continues: the
    member that owns the tile may read this partial sum.
 
+In a step that is rechecked, `commit` first compares checksums of shards that two members computed
+(flatmodel/recheck.py), and publishes all tiles afterwards.
+
 `commit(t)` adds the partial sums of all members and updates the state.
 
 4. Contribute. `exchange.share` tells all members this member's loss rows, untouched marks and integer buffers, and
@@ -71,6 +74,7 @@ from distbelief.strategies.dataparallel.agreement import MixedDevices, agree_on_
 from distbelief.strategies.dataparallel.committed import CommittedModel
 from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult
 from distbelief.strategies.flatmodel.copying import TileCopies
+from distbelief.strategies.flatmodel.recheck import Recheck
 from distbelief.strategies.flatmodel.rules.stepwork import (
     COUNTS,
     WEIGHT,
@@ -88,6 +92,7 @@ from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileUpdates, set_buffers
 from distbelief.transport.abort import Aborted
 from distbelief.transport.exchange import ROW, Backup, Backups, Contribution, Exchange, StepPlan, tile_views
+from distbelief.transport.shm.segment import Memory
 
 
 class DataParallelReplica(TileCopies):
@@ -139,6 +144,11 @@ class DataParallelReplica(TileCopies):
                 exchange.backups, slots_needed(schedule.shards, seat.ranges[seat.rank]), self._back_up
             )
         self._began_at = self._unit_s = 0.0
+        first = self._state.steps_applied
+        self._recheck = Recheck(computer, seat, first, self._gather, self._check)
+        self._is_rechecked = False
+        """Whether the step under way is rechecked."""
+        self._news: list[str] = []
 
     def _agree(self, begin_from: BeginFrom) -> None:
         """Agree on the generation's state before any other use of it."""
@@ -204,23 +214,34 @@ class DataParallelReplica(TileCopies):
     def compute(self, step: int) -> None:
         work = self._work_of(step)
         self.exchange.begin(StepPlan(self._stamp(step), work.sources, work.order, self._one_by_one))
+        self._began_at = time.perf_counter()
+        self._is_rechecked = step == self._recheck.due
+        if self._is_rechecked:
+            self._recheck.begin(step, self._schedule.occupied(step), work.computed_by)
+        units = work.partials.work
+        self._compute_units(step, units)
+        self._unit_s = (time.perf_counter() - self._began_at) / max(len(units), 1)
+        if not units and not self._is_rechecked:
+            self._publish_all()
+
+    def _compute_units(self, step: int, units: Sequence[ShardWork]) -> None:
         self._rows.fill(0)
         self._touched.fill(0)
-        self._began_at = time.perf_counter()
-        units = work.partials.work
         for number, unit in enumerate(units):
             backup = None
             if self._helper and self.exchange.backups:
                 self.exchange.backups.starting(number + 1)
-                backup = self.exchange.backups.find(unit.shard, step + 1) if number else None
+                if number and not self._is_rechecked:
+                    backup = self.exchange.backups.find(unit.shard, step + 1)
+            last = number + 1 == len(units) and not self._is_rechecked
             if backup:
-                self._take(unit, backup, last=number + 1 == len(units))
+                self._take(unit, backup, last)
             else:
-                self._compute_unit(step, unit, last=number + 1 == len(units))
-        self._unit_s = (time.perf_counter() - self._began_at) / max(len(units), 1)
-        if not work.partials.work:
-            for tile in self._computer.layout.tiles:
-                self.exchange.publish(tile.index)
+                self._compute_unit(step, unit, last)
+
+    def _publish_all(self) -> None:
+        for tile in self._computer.layout.tiles:
+            self.exchange.publish(tile.index)
 
     def _compute_unit(self, step: int, unit: ShardWork, last: bool) -> None:
         first, end = self._shards_of(unit)
@@ -230,12 +251,16 @@ class DataParallelReplica(TileCopies):
         tile_ready = self._tile_adder(unit, last)
         seed, slot = shard_seed(self._job.seed, step, first), self.exchange.slot(unit.slot)
         self._computed(first, samples, self._computer.begin(batch, samples, seed, slot, self._committed, tile_ready))
+        if self._is_rechecked:
+            self._recheck.in_slot(first, slot)
 
     def _computed(self, shard: int, samples: int, result: Callable[[], ShardResult]) -> None:
         found = result()
         self.exchange.working(-1)
         self._rows[shard] = (found.loss_sum, found.weight, found.integers, samples)
         self._touched |= found.touched
+        if self._is_rechecked:
+            self._recheck.reported(shard, self._rows[shard].tobytes() + found.touched.tobytes())
 
     def _tile_adder(self, unit: ShardWork, last: bool) -> Callable[[int], None]:
         """Returns a callback for tiles of this shard whose gradients are complete. It adds the tile along the tree
@@ -260,15 +285,22 @@ class DataParallelReplica(TileCopies):
         self._touched |= backup.touched
 
     def _back_up(self, step: int, shard: int, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._compute_apart(step, shard, self.exchange.slot(slot))
+
+    def _compute_apart(self, step: int, shard: int, into: Memory) -> tuple[np.ndarray, np.ndarray]:
+        """Compute a shard that is no work of this member, into memory that no sum includes. Returns (row, touched)."""
         batch, samples = self._fetch(step, shard, shard + 1)
         seed = shard_seed(self._job.seed, step, shard)
         self.exchange.working(shard)
         try:
-            into = self.exchange.slot(slot)
             result = self._computer.run(batch, samples, seed, into, self._committed, lambda tile: None)
         finally:
             self.exchange.working(-1)
         return np.array((result.loss_sum, result.weight, result.integers, samples)), result.touched
+
+    def _check(self, step: int, shard: int, into: Memory) -> bytes:
+        row, touched = self._compute_apart(step, shard, into)
+        return row.tobytes() + touched.tobytes()
 
     def _meanwhile(self, step: int) -> bool:
         if self._helper is None or (self._takeover and self._takeover[0] == step):
@@ -289,8 +321,10 @@ class DataParallelReplica(TileCopies):
         helped_s = self._helper.seconds if self._helper else 0.0
         if self._helper:
             self._helper.begin()
-        started = time.perf_counter()
         work = self._work_of(step)
+        if self._is_rechecked:
+            self._compare(step, work.partials.work)
+        started = time.perf_counter()
         integers = self._computer.integer_bytes()
         nodes = list(work.partials.results.items())
         contribution = Contribution(self._rows, work.mine, nodes, self._touched == 0, integers)
@@ -321,6 +355,18 @@ class DataParallelReplica(TileCopies):
         self._computer.commit_integers(shared.integers if helped or integers != shared.integers else None)
         return result
 
+    def _compare(self, step: int, units: Sequence[ShardWork]) -> None:
+        """Recheck the step, and publish this member's sums."""
+        self._news += self._recheck.compare(step, lambda: self._compute_units(step, units))
+        self._is_rechecked = False
+        self._publish_all()
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        started = time.perf_counter()
+        found = self.exchange.gather(payload)
+        self.comm_s += time.perf_counter() - started
+        return found
+
     def _remember(self, step: int, result: StepResult, at: float) -> None:
         generation = self._seat.generation
         self._state.remember(Applied(step, result.loss, result.samples, result.fingerprint, generation, at))
@@ -344,7 +390,7 @@ class DataParallelReplica(TileCopies):
             factor = self._clip_factor(scale)
         elif self._updates.may_scale(scale):
             factor, within = 1.0, scale
-        rate = self._job.schedule(step) if self._job.schedule else 1.0
+        rate = self._job.rate_factor(step)
         for some in self._tiles_at_once:
             gradients = {tile: self._reduced(tile, factor) for tile in some if not self._state.has(tile, step)}
             for tile in gradients:
@@ -402,7 +448,8 @@ class DataParallelReplica(TileCopies):
         return self._helper.count if self._helper else 0
 
     def plan_lines(self) -> Sequence[str]:
-        return ()
+        lines, self._news = self._news, []
+        return lines
 
     def rolled_back(self) -> RolledBack | None:
         return None

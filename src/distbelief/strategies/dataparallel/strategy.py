@@ -6,7 +6,7 @@ This module has the value alone and imports no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from distbelief.compression.option import NAMES as COMPRESSIONS
@@ -83,6 +83,18 @@ class AllReduce(Strategy):
     @property
     def fuses_shards(self) -> bool:
         return not self.exact
+
+    @property
+    def inexact_form(self) -> str:
+        """
+        >>> AllReduce(transport="gloo").inexact_form
+        'allreduce:inexact:gloo'
+        """
+        return str(replace(self, exact=False))
+
+    @property
+    def rechecks(self) -> bool:
+        return self.exact
 
     @property
     def state_on_device(self) -> bool:

@@ -11,6 +11,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,38 @@ class PendingLoss:
 
 def _to_host(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A shard that was computed as a test, and its slot."""
+
+    result: ShardResult
+    slot: Memory
+    layout: Layout
+
+    @cached_property
+    def content(self) -> np.ndarray:
+        return self.slot.tensor(torch.uint8, 0, self.layout.size_bytes).cpu().numpy()
+
+    def fingerprint(self) -> str:
+        """Equal for equal bits of the whole result."""
+        digest = hashlib.blake2b(self.content.data, digest_size=16)
+        result = self.result
+        digest.update(repr((result.loss_sum, result.weight, result.integers)).encode())
+        for one in result.rows:
+            digest.update(one.rows.tobytes() + one.gradients.tobytes())
+        return digest.hexdigest()
+
+    def checksums(self) -> dict[str, int]:
+        """A checksum for each parameter's gradient, each float buffer after the shard, and each table's gradients."""
+        found = {}
+        for entry in self.layout.entries:
+            end = entry.offset_bytes + entry.numel * entry.dtype.itemsize
+            found[entry.name] = zlib.crc32(self.content[entry.offset_bytes : end].data)
+        for number, one in enumerate(self.result.rows):
+            found[f"table {number}"] = zlib.crc32(one.gradients.tobytes(), zlib.crc32(one.rows.tobytes()))
+        return found
 
 
 class ShardComputer:
@@ -228,24 +261,15 @@ class ShardComputer:
         else:
             yield
 
-    def canary(self, batch: Any, samples: int) -> str:
-        """A fingerprint of shard 0 of step 0 at the initial weights; members with other bits have another
-        fingerprint."""
-        return self.rehearse(batch, samples)[0]
-
-    def rehearse(self, batch: Any, samples: int) -> tuple[str, ShardResult]:
-        """The canary and its shard's result. The model and its buffers stay unchanged."""
+    def rehearse(self, batch: Any, samples: int, seed: int | None = None) -> Rehearsal:
+        """One shard, as a test; `seed`: that of shard 0 of step 0. The model and its buffers stay unchanged."""
         slot = memory_on(self.device, self.layout.size_bytes)
         before = [live.clone() for live in self._live_tiles]
-        result = self.run(batch, samples, shard_seed(self.job.seed, 0, 0), slot, before, lambda tile: None)
+        seed = shard_seed(self.job.seed, 0, 0) if seed is None else seed
+        result = self.run(batch, samples, seed, slot, before, lambda tile: None)
         self.restore_buffers(before)
         self._views.clear()
-        content = slot.tensor(torch.uint8, 0, self.layout.size_bytes).cpu().numpy()
-        digest = hashlib.blake2b(content.data, digest_size=16)
-        digest.update(repr((result.loss_sum, result.weight, result.integers)).encode())
-        for one in result.rows:
-            digest.update(one.rows.tobytes() + one.gradients.tobytes())
-        return digest.hexdigest(), result
+        return Rehearsal(result, slot, self.layout)
 
     def _changed_buffers(self, committed: Sequence[torch.Tensor]) -> np.ndarray:
         """A byte per float buffer: whether the shard changed its value."""

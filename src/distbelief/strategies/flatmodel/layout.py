@@ -6,7 +6,8 @@ stretch of it in the same way on every member (docs/decisions/0002). Frozen para
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -69,9 +70,9 @@ def float_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
 
 
-def lay_out(model: torch.nn.Module, *, whole_parameters: bool = False) -> Layout:
+def lay_out(model: torch.nn.Module, *, whole_parameters: bool = False, whole: Collection[int] = ()) -> Layout:
     """Lay a model out. `whole_parameters`: keep every parameter inside one tile, for optimizers that need whole
-    parameters."""
+    parameters. `whole`: the numbers of parameters to keep inside one tile, for functions that need them whole."""
     entries: list[Entry] = []
     tiles: list[Tile] = []
     pieces: list[tuple[Piece, ...]] = []
@@ -87,7 +88,11 @@ def lay_out(model: torch.nn.Module, *, whole_parameters: bool = False) -> Layout
             for index in region:
                 entries[index] = replace(entries[index], offset_bytes=first_bytes + elements * dtype.itemsize)
                 elements += _round_up(entries[index].numel, ALIGN)
-            for first, last in _cuts(entries, region, first_bytes, elements, whole_parameters):
+            cuts = _cuts(entries, region, first_bytes, elements, whole_parameters)
+            if not whole_parameters:
+                uncut = [entries[index] for index in region if index in whole]
+                cuts = _around([((e.offset_bytes - first_bytes) // dtype.itemsize, e.numel) for e in uncut], cuts)
+            for first, last in cuts:
                 tiles.append(Tile(len(tiles), dtype, first_bytes + first * dtype.itemsize, last - first))
                 pieces.append(_pieces(entries, region, tiles[-1]))
             offset_bytes = _round_up(first_bytes + elements * dtype.itemsize, 4096)
@@ -123,6 +128,16 @@ def _cuts(
             cuts.append((first, end))
             first = end
     return [cut for cut in cuts if cut[0] < cut[1]]
+
+
+def _around(uncut: Sequence[tuple[int, int]], cuts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Move cuts inside of these stretches, given as (first element, number of elements), to the stretch's end."""
+    edges = [first for first, _ in cuts]
+    for start, numel in uncut:
+        end = start + _round_up(numel, ALIGN)
+        edges = [end if start < edge < end else edge for edge in edges]
+    found = sorted({*edges, *(last for _, last in cuts[-1:])})
+    return list(itertools.pairwise(found))
 
 
 def _pieces(entries: Sequence[Entry], region: Sequence[int], tile: Tile) -> tuple[Piece, ...]:

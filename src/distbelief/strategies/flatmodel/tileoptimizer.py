@@ -26,6 +26,7 @@ from torch import optim
 from distbelief.data.sources import seed_everything
 from distbelief.errors import JobError
 from distbelief.shards import mix
+from distbelief.strategies.flatmodel.afterupdate import Functions
 from distbelief.strategies.flatmodel.layout import Layout, Piece
 
 Factory = Callable[[list[torch.nn.Parameter]], optim.Optimizer]
@@ -73,7 +74,10 @@ class Field:
 class Recipe:
     """The job's optimizer, as learnt from making it once and trying it on a small copy."""
 
-    def __init__(self, factory: Factory, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, factory: Factory, parameters: Sequence[torch.nn.Parameter], functions: Functions | None = None
+    ) -> None:
+        """`functions`: those of the job's `after_update`."""
         template = factory(list(parameters))
         if not isinstance(template, optim.Optimizer):
             raise JobError(f"`optimizer` made a {type(template).__name__}, not a torch.optim.Optimizer")
@@ -84,6 +88,7 @@ class Recipe:
                 "or --strategy sandblaster, which is L-BFGS",
             )
         self.factory = factory
+        self.functions: Functions = functions or {}
         self.kind: Any = type(template)
         self.elementwise = self.kind in ELEMENTWISE
         accepted = inspect.signature(self.kind).parameters
@@ -221,6 +226,11 @@ class TileOptimizer:
                     self._optimizer.state[held.parameter] = {
                         key: _restored(field, view) for key, (field, view) in held.views.items()
                     }
+        self._functions = [
+            (held.piece.entry, held.parameter.detach().view(layout.entries[held.piece.entry].shape), one)
+            for held in self._held
+            for one in recipe.functions.get(held.piece.entry, ())
+        ]
 
     def update(
         self,
@@ -247,6 +257,12 @@ class TileOptimizer:
             self._step()
             self._gradients = {}
         self._save()
+
+    def after_update(self, step: int, untouched: np.ndarray | None) -> None:
+        """Apply the functions of `Job.after_update` to the parameters that the step's `update` has updated."""
+        for entry, value, one in self._functions:
+            if untouched is None or not untouched[entry]:
+                one.apply(value, step)
 
     def _assign_gradients(self, gradients: dict[int, torch.Tensor], untouched: np.ndarray | None) -> None:
         """Set each piece's `.grad` to its part of the tile's gradient. Does nothing if the same tensors were assigned
@@ -397,6 +413,7 @@ class TileUpdates:
                 if not self._elementwise:
                     seed_everything(mix(self._seed, 4, step, first) >> 1)
                 optimizer.update(gradients, rate, skip, divisor)
+                optimizer.after_update(step, skip)
 
 
 @lru_cache(maxsize=4)

@@ -37,7 +37,8 @@ class PreparedLocalSGD(PreparedModel):
         kind = LocalTrainer if device.type == "cpu" else DeviceTrainer
         self._trainer = kind(job, self.model, self._layout, device, self._recipe, coding)
         self._computer = self._trainer
-        self._outer = Recipe(partial(torch.optim.SGD, **settings.outer), self._trainer.parameters)
+        outer = partial(torch.optim.SGD, **settings.outer)
+        self._outer = Recipe(outer, self._trainer.parameters, self._recipe.functions)
 
     def least_bytes(self) -> int:
         """The sum of:

@@ -221,12 +221,13 @@ class LocalTrainer(ShardComputer):
             self._scale(1.0 / weight)
             if (factor := self._clip_factor(sums[:count])) < 1.0:
                 self._scale(factor)
-            rate = self.job.schedule(step) if self.job.schedule else 1.0
+            rate = self.job.rate_factor(step)
             skip = untouched if untouched[: len(self.parameters)].any() else None
             for first, optimizer in optimizers:
                 if not self.recipe.elementwise:
                     seed_everything(mix(self.job.seed, 4, step, first, replica) >> 1)
                 optimizer.update(gradients, rate, skip)
+                optimizer.after_update(step, skip)
         for tile in range(count, len(self.layout.tiles)):
             average = sums[tile].div_(shards)
             for piece in self.layout.pieces[tile]:

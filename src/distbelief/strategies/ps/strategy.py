@@ -55,6 +55,11 @@ class ParameterServer(ParameterServerOptions, Strategy):
         return self.mode == "sync" and not self.compression
 
     @property
+    def rechecks(self) -> bool:
+        """Not with backup workers, which do not wait for a late member."""
+        return self.exact and not self.backups
+
+    @property
     def transport(self) -> Literal["auto", "shm", "gloo"]:
         """The transport between workers. If it uses the network, servers are reached over the network too."""
         return "gloo" if self.over == "tcp" else self.over

@@ -15,7 +15,7 @@ from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Saved, Seat, nothing_saved
 from distbelief.strategies.dataparallel.agreement import agree_on_state
 from distbelief.strategies.dataparallel.prepared import PreparedModel
-from distbelief.strategies.flatmodel.compute import ShardComputer
+from distbelief.strategies.flatmodel.compute import Rehearsal, ShardComputer
 from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.ps.rules.slicing import SliceShape, cut
@@ -52,10 +52,10 @@ class PreparedSandblaster(UsesServers, PreparedModel):
     def facts(self) -> dict[str, str]:
         return {**super().facts(), "optimizer": "L-BFGS"}
 
-    def canary(self, fetch: Fetch) -> str:
-        digest, result = self._computer.rehearse(*fetch(0, 0, 1))
-        require_steady(self._computer, result)
-        return digest
+    def _rehearse(self, batch: Any, samples: int) -> Rehearsal:
+        found = super()._rehearse(batch, samples)
+        require_steady(self._computer, found.result)
+        return found
 
     @property
     def layout(self) -> Layout:

@@ -91,6 +91,11 @@ class Sandblaster(Strategy):
         return text + (f":{self.over}" if self.over != "auto" else "")
 
     def schedule_of(self, job: Job, samples: int) -> WholeData:
+        if job.after_update:
+            raise JobError(
+                "sandblaster cannot apply `after_update`: L-BFGS compares losses along a line of parameters",
+                hint="leave `after_update` out of the job, or use another strategy, such as allreduce",
+            )
         return whole_data(samples, min(self.portion or usual_portion(job, samples), samples))
 
 

@@ -12,11 +12,11 @@ import errno
 import json
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from distbelief.controlgroups import own_memory_room
 from distbelief.errors import NotEnoughMemory
 
 _HEADER_LIMIT = 1 << 16
@@ -55,20 +55,16 @@ def _not_enough(label: str, size_bytes: int, free_bytes: int) -> NotEnoughMemory
 
 
 def free_memory_bytes() -> int:
-    """The bytes that can be allocated: the machine's free memory, or the control group's limit if it is lower.
+    """The bytes that can be allocated: the machine's free memory, or what is left of a container's limit if that is
+    less.
 
-    One sixteenth stays free, because a machine without any free memory kills processes instead of refusing.
+    One sixteenth of the machine's memory stays free, because a machine without any free memory kills processes instead
+    of refusing.
     """
     memory = psutil.virtual_memory()
     free = int(memory.available) - int(memory.total) // 16
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            free = min(free, int(limit) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass  # no control group limit to read
-    return free
+    room = own_memory_room()
+    return free if room is None else min(free, room.free)
 
 
 def send_message(sock: socket.socket, header: dict[str, Any], fds: list[int] | None = None) -> None:

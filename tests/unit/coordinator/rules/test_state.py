@@ -194,3 +194,11 @@ def test_every_arrival_extends_the_gathering() -> None:
 def test_a_wrong_configuration_does_not_decode(config: dict) -> None:
     with pytest.raises((msgspec.ValidationError, DistBeliefError)):
         msgspec.convert(config, s.RunConfig)
+
+
+def test_what_the_first_ready_worker_has_to_tell_is_told_once() -> None:
+    run = Run(workers=2)
+    for worker in (0, 1):
+        run.join(worker)
+        run.feed(m.WorkerReady(worker=worker, job=JOB, canary=CANARY, notices=["the result depends on the cluster"]))
+    assert [line["text"] for line in lines(run.outputs, "notice")] == ["the result depends on the cluster"]

@@ -10,30 +10,7 @@ from pathlib import Path
 import pytest
 
 from distbelief.launch.ray.coordinator import sees, shown
-from distbelief.launch.ray.driver import GrowingFile, Logs, Target, quiet
-
-
-def test_each_line_is_read_once_and_whole(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    growing = GrowingFile(path)
-    assert growing.lines() == [], "it is not there yet"
-    path.write_bytes(b"one\ntw")
-    assert growing.lines() == [b"one"]
-    assert growing.lines() == []
-    path.write_bytes(b"one\ntwo\n\nthree\n")
-    assert growing.lines() == [b"two", b"", b"three"]
-
-
-def test_lines_of_all_processes_but_not_of_ray_itself(tmp_path: Path) -> None:
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    logs = Logs(tmp_path)
-    (folder / "worker-3.log").write_text("hello\n")
-    (folder / "coordinator.log").write_bytes(b"\xff\n")
-    (folder / "ray.log").write_text("pages\n")
-    assert list(logs.lines()) == [("coordinator", "\N{REPLACEMENT CHARACTER}"), ("worker 3", "hello")]
-    (folder / "worker-3.log").write_text("hello\nagain\n")
-    assert list(logs.lines()) == [("worker 3", "again")]
+from distbelief.launch.ray.driver import Target, quiet
 
 
 def test_how_many_workers_are_wanted_is_in_the_journal(tmp_path: Path) -> None:

@@ -10,14 +10,18 @@ import torch
 from torch import nn, optim
 
 from distbelief.data.sources import as_source
+from distbelief.errors import NotEnoughMemory
 from distbelief.job import Job
+from distbelief.options import NEVER, RecheckPlan, recheck_plan
 from distbelief.shards import Schedule
 from distbelief.strategies.base import Seat
 from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.strategies.flatmodel import recheck as rechecks
 from distbelief.transport.device.exchange import DeviceExchange, stretches
 from distbelief.transport.exchange import Tile
+from distbelief.transport.shm import memfd
 from distbelief.transport.shm.segment import Segment
 from distbelief.transport.singlemember import SingleMemberExchange
 from distbelief.worker.feed import Feed
@@ -31,7 +35,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 70), nn.BatchNorm1d(70), nn.ReLU(), nn.Dropout(0.2), nn.Linear(70, 4))
 
 
-def replica(job: Job, *, on_device: bool, exact: bool = True) -> DataParallelReplica:
+def replica(job: Job, *, on_device: bool, exact: bool = True, recheck: RecheckPlan = NEVER) -> DataParallelReplica:
     source = as_source(job.data)
     schedule = Schedule(len(source), job.global_batch, job.resolved_shards)
     prepared = PreparedAllReduce(job, schedule, CPU, exact=exact)
@@ -40,11 +44,11 @@ def replica(job: Job, *, on_device: bool, exact: bool = True) -> DataParallelRep
     alone = SingleMemberExchange(geometry)
     exchange = DeviceExchange(alone, geometry, CPU) if on_device else alone
     feed = Feed(source, schedule, job, shuffle=job.shuffle)
-    return prepared.build(Seat(0, ranges, 1000), exchange, feed.fetch)
+    return prepared.build(Seat(0, ranges, 1000, recheck=recheck), exchange, feed.fetch)
 
 
-def trained(job: Job, *, on_device: bool, steps: int = 4) -> tuple[list[float], str]:
-    one = replica(job, on_device=on_device)
+def trained(job: Job, *, on_device: bool, steps: int = 4, recheck: RecheckPlan = NEVER) -> tuple[list[float], str]:
+    one = replica(job, on_device=on_device, recheck=recheck)
     assert isinstance(one, DeviceReplica) == on_device
     losses = []
     for step in range(steps):
@@ -72,6 +76,37 @@ def test_it_gives_the_bits_of_the_hosts_replica(
         schedule=lambda step: 1.0 / (step + 1),
     )  # fmt: skip
     assert trained(job, on_device=True) == trained(job, on_device=False)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_flipped_bit_is_found_by_a_recheck_and_the_step_continues_with_the_right_gradients(on_device: bool) -> None:
+    job = job_of(model, linear_data(), optimizer=OPTIMIZERS["AdamW"], global_batch=12, shards=SHARDS)
+    one = replica(job, on_device=on_device, recheck=recheck_plan("all"))
+    count = 0
+
+    def flipped(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == 3:
+            gradient = gradient.clone()
+            gradient.view(torch.int32)[int(gradient[:, 0].abs().argmax()), 0] ^= 1 << 20
+        return gradient
+
+    next(one.model.parameters()).register_hook(flipped)  # type: ignore[no-untyped-call]
+    for step in range(4):
+        one.compute(step)
+        one.commit(step)
+    assert ["of shard 2 of step 0" in line for line in one.plan_lines()] == [True]
+    assert one.weights_sha256() == trained(job, on_device=False)[1]
+
+
+def test_without_memory_for_a_recheck_there_is_none_unless_the_user_wants_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(model, linear_data(), optimizer=OPTIMIZERS["AdamW"], global_batch=12, shards=SHARDS)
+    monkeypatch.setattr(rechecks, "free_memory_bytes", lambda: 0)
+    monkeypatch.setattr(memfd, "free_memory_bytes", lambda: 0)
+    assert trained(job, on_device=False, recheck=RecheckPlan(1)) == trained(job, on_device=False)
+    with pytest.raises(NotEnoughMemory, match="not enough memory for rechecks"):
+        trained(job, on_device=False, recheck=recheck_plan("all"))
 
 
 def test_a_copy_is_that_of_its_step_although_training_goes_on() -> None:

@@ -99,6 +99,20 @@ def test_whole_parameters_lie_in_one_tile_each(model: nn.Module) -> None:
 
 
 @patient
+@given(models, st.sets(st.integers(0, 11)))
+def test_some_parameters_are_kept_whole_and_the_others_stay_where_they_were(model: nn.Module, whole: set[int]) -> None:
+    plain, layout = lay_out(model), lay_out(model, whole=whole)
+    check_pieces(layout)
+    assert layout.entries == plain.entries
+    assert layout.size_bytes == plain.size_bytes
+    seen = [piece.entry for pieces in layout.pieces for piece in pieces if piece.entry in whole]
+    assert len(seen) == len(set(seen))
+    for piece in (piece for pieces in layout.pieces for piece in pieces if piece.entry not in whole):
+        cuts = {(one.entry, one.first) for pieces in plain.pieces for one in pieces}
+        assert (piece.entry, piece.first) in cuts, "no other parameter gets another cut"
+
+
+@patient
 @given(models)
 def test_the_layout_is_a_function_of_the_model_alone(model: nn.Module) -> None:
     assert lay_out(model) == lay_out(model)

@@ -49,6 +49,27 @@ def test_the_bits_of_a_plain_loop(optimizer: str, how: LocalSGD) -> None:
     assert [one.loss for one in results] == losses
 
 
+@pytest.mark.parametrize("optimizer", ["momentum", "Lars"])
+@pytest.mark.parametrize(
+    "how", [LocalSGD(3, replicas=4, outer="nesterov"), LocalSGD(1, replicas=3, compression="int8=16")]
+)
+def test_functions_after_every_local_step_and_after_the_outer_step(optimizer: str, how: LocalSGD) -> None:
+    """The outer step's momentum would take weights beyond the limit."""
+    job = job_of(optimizer, after_update={"*.weight": lambda p: p.clamp_(-0.05, 0.05)})
+    trainer = Trainer(job, how)
+    trainer.train()
+    model = make_model(job)
+    list(train_locally(job, model, how))
+    assert_same_bits(trainer.weights(), dict(model.state_dict()))
+    limited = [p for name, p in trainer.model.named_parameters() if name.endswith(".weight")]
+    assert any(p.abs().max() == torch.tensor(0.05, dtype=p.dtype) for p in limited)
+    without = Trainer(job_of(optimizer), how)
+    without.train()
+    assert any(
+        not torch.equal(a, b) for a, b in zip(trainer.weights().values(), without.weights().values(), strict=True)
+    )
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_saved_state_goes_on_to_the_same_bits(optimizer: str) -> None:
     job, how = job_of(optimizer), LocalSGD(3, replicas=3, outer="nesterov")

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from distbelief.control.messages import ServerMap
+from distbelief.coordinator.rules.restarts import Restarts
 from distbelief.coordinator.rules.servers import placement
 from distbelief.coordinator.rules.servers.roles import Decision, Placement, Slice
 
@@ -67,6 +68,7 @@ class Fleet:
     """The newest checkpoint at the start of this life."""
     deaths: int = 0
     """Deaths since a step was last committed."""
+    restarts: Restarts = field(default_factory=Restarts)
     kills: int = 0
     """Servers that died in the run."""
     lost_at: Mapping[int, float] = field(default_factory=dict)

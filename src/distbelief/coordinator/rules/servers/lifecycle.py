@@ -94,7 +94,7 @@ def hire(state: State, now: float) -> Result:
     fleet = state.fleet
     staying = sum(1 for one in fleet.there.values() if not one.leaving and not _is_closing(state, one))
     missing = fleet.target - staying - len(fleet.hired)
-    if missing <= 0 or state.phase == "ended":
+    if missing <= 0 or state.phase == "ended" or fleet.restarts.wait_s(now):
         return state, []
     placed = place_servers(state, range(fleet.next_server, fleet.next_server + missing), now)
     if not placed:
@@ -198,7 +198,9 @@ def exited(state: State, event: m.ServerExited, now: float) -> Result:
     if one is not None and one.leaving and fleet.placement and not holds(fleet, event.server):
         return replace(state, fleet=fleet), []
     fleet = replace(fleet, deaths=fleet.deaths + 1)
-    ended = f"{one.name if one else f'server {event.server}'} {explain.ending(event.status)}"
+    ended = f"{one.name if one else f'server {event.server}'} {explain.ending(event.status, event.reason)}"
+    if event.status == m.STATUS_NOT_STARTED:
+        fleet = replace(fleet, restarts=fleet.restarts.died(now, fleet.target, refused=True))
     limit = 3 if state.phase == "gathering" else 10 + 2 * fleet.target
     if fleet.deaths >= limit:
         message = f"{fleet.deaths} servers have died one after the other, without a step in between; the last: {ended}"

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -132,6 +132,8 @@ class StepWork:
     order: Program
     recomputed: int = 0
     """The number of shards that are computed although an earlier generation began the step."""
+    computed_by: Mapping[int, int] = field(default_factory=dict)
+    """Shard -> the rank that computes it. Shards whose sums an earlier generation published are not in it."""
 
 
 def plan_step(shards: int, occupied: int, ranges: Sequence[Range], rank: int) -> StepWork:
@@ -193,7 +195,8 @@ def _work(
     found.sort(key=lambda pair: pair[0])
     sources = [source for _, source in found]
     order = program(shards, occupied, {node: number for number, (node, _) in enumerate(found)})
-    return StepWork(everybody[rank], mine, sources, order, recomputed)
+    computed_by = {unit.shard: owner for owner, partials in enumerate(everybody) for unit in partials.work}
+    return StepWork(everybody[rank], mine, sources, order, recomputed, computed_by)
 
 
 def _runs(shards: Sequence[int]) -> list[Range]:

@@ -20,6 +20,7 @@ from distbelief.errors import JobError
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Loop, Replica, Seat, ServerLink, nothing_saved
+from distbelief.strategies.flatmodel.afterupdate import parameter_functions
 from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.mesh.cut.cutting import Blueprint, measure
@@ -37,6 +38,7 @@ from distbelief.strategies.mesh.state.memberstate import Forms, MemberState, Par
 from distbelief.strategies.mesh.state.restore import restore_state
 from distbelief.strategies.mesh.state.snapshots import Snapshots
 from distbelief.strategies.mesh.strategy import Meshed
+from distbelief.strategies.purity.rules.findings import Checked
 from distbelief.strategies.rules.degrees import Degrees
 from distbelief.strategies.tables.embedding import settle
 from distbelief.transport.gloo.group import TorchGroup
@@ -91,7 +93,7 @@ class PreparedMesh:
         placeholders = [
             torch.nn.Parameter(torch.zeros(1, dtype=p.dtype).expand(p.shape)) for _, p in trainable(self.model)
         ]
-        self._recipe = Recipe(job.optimizer, placeholders)
+        self._recipe = Recipe(job.optimizer, placeholders, parameter_functions(job, self.model))
         self._state: MemberState | None = None
         self._snapshots = Snapshots(snapshots)
         self._compression = compression
@@ -119,6 +121,10 @@ class PreparedMesh:
     def canary(self, fetch: Fetch) -> str:
         """Empty: members add in different orders, so their bits differ anyway."""
         return ""
+
+    def checked_canary(self, fetch: Fetch) -> Checked:
+        """Nothing is checked: no worker has a model to compute with before it has a seat."""
+        return Checked(self.canary(fetch))
 
     def groups(self, mine: Range) -> list[list[Range]]:
         return [[(shard, shard + 1) for shard in range(*mine)]]

@@ -41,6 +41,12 @@ class PartOptimizer:
                 f"{recipe.kind.__name__} looks at whole parameters, and this strategy divides '{pieces[0].name}'",
                 hint="use allreduce or pipeline, which keep parameters whole, or an optimizer such as AdamW or SGD",
             )
+        cut = [one for one in pieces if one.number in recipe.functions]
+        if cut:
+            raise JobError(
+                f"`after_update` gets whole parameters, and this strategy divides '{cut[0].name}'",
+                hint="use allreduce or pipeline, which keep parameters whole, or a pattern that does not match it",
+            )
         self._optimizer = recipe.make([(one.number, one.value) for one in held]) if held else None
         groups = self._optimizer.param_groups if self._optimizer else []
         self._rates = [float(group["lr"]) if "lr" in group else None for group in groups]
@@ -63,6 +69,13 @@ class PartOptimizer:
             self._optimizer.step()
         for one in self.held:
             one.value.grad = None
+
+    def after_update(self, step: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Apply the functions of `Job.after_update` to the parameters that have a gradient."""
+        for one, gradient in zip(self.held, gradients, strict=True):
+            if gradient is not None and one.number in self._recipe.group_of:
+                for function in self._recipe.functions.get(one.number, ()):
+                    function.apply(one.value.detach(), step)
 
     # --- the optimizer's state under names ---------------------------------------------------------------------------
 
@@ -166,8 +179,9 @@ class MemberState:
         given = [gradient for gradient in gradients if gradient is not None]
         if given:
             torch._foreach_mul_(given, decision.factor)
-        rate = self._job.schedule(decision.step) if self._job.schedule else 1.0
+        rate = self._job.rate_factor(decision.step)
         self.optimizer.step(gradients, rate)
+        self.optimizer.after_update(decision.step, gradients)
         for buffers in self._buffers.values():
             buffers.commit(decision.shards)
         self._gradients = []

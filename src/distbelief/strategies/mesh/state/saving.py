@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from distbelief.atomicfile import ROOM_WAIT_S
 from distbelief.checkpoint.manifest import PartEntry
 from distbelief.checkpoint.parts import Slice, dtype_name
 from distbelief.checkpoint.rules.boxes import Box, sizes, volume, whole
@@ -109,7 +110,7 @@ class WholeWeights:
             name: self._member.forms[f"{MODEL}{first}"] for name, first in self._member.names(persistent=True).items()
         }
         if self._member.groups.world.rank == 0:
-            digest = write_weights(path, outlines, self._stream())
+            digest = write_weights(path, outlines, self._stream(), ROOM_WAIT_S)
         else:
             digest = ""
             for _ in self._stream():

@@ -54,7 +54,7 @@ class SliceMemory:
         return TileUpdates(self._job.seed, self._recipe, self.layout, tiles)
 
     def _rate(self, step: int) -> float:
-        return self._job.schedule(step) if self._job.schedule else 1.0
+        return self._job.rate_factor(step)
 
     @property
     def parameter_tiles(self) -> list[int]:

@@ -237,11 +237,11 @@ class ServerSockets:
 
     def fail(self, error: BaseException) -> None:
         traceback.print_exc()
-        text = "".join(traceback.format_exception(error))
-        known = isinstance(error, DistBeliefError)
-        message = error.message if isinstance(error, DistBeliefError) else f"{type(error).__name__}: {error}"
-        hint = error.hint if isinstance(error, DistBeliefError) else "see its log in the logs folder of the run"
-        self._tell(ServerFailed(self._spec.worker, self._spec.host, message, hint, "" if known else text))
+        message, hint = f"{type(error).__name__}: {error}", "see its log in the logs folder of the run"
+        details = "".join(traceback.format_exception(error))
+        if isinstance(error, DistBeliefError):
+            message, hint, details = error.message, error.hint, error.details
+        self._tell(ServerFailed(self._spec.worker, self._spec.host, message, hint, details))
 
     def close(self) -> None:
         self._limit.close()

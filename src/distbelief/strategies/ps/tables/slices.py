@@ -70,7 +70,7 @@ class TableSlice:
             table.load(arrays)
 
     def _factor(self, step: int) -> float:
-        return self._job.schedule(step) if self._job.schedule else 1.0
+        return self._job.rate_factor(step)
 
     @property
     def counts(self) -> list[int]:

@@ -29,7 +29,8 @@ from distbelief.strategies.base import (
 from distbelief.strategies.base import (
     Fetch as FetchBatch,
 )
-from distbelief.strategies.flatmodel.compute import ShardComputer
+from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult
+from distbelief.strategies.flatmodel.recheck import Recheck
 from distbelief.strategies.flatmodel.rules.stepwork import (
     INTEGERS,
     ShardWork,
@@ -61,7 +62,7 @@ from distbelief.strategies.ps.worker.member import AlreadyCopied, ParameterServe
 from distbelief.strategies.tables.rowgradients import RowGradients
 from distbelief.transport.device.exchange import stretches, when_whole
 from distbelief.transport.exchange import ROW, PublishedSum, Source
-from distbelief.transport.shm.segment import Segment
+from distbelief.transport.shm.segment import Memory, Segment
 
 
 class _Found(msgspec.Struct):
@@ -102,6 +103,9 @@ class SynchronousReplica(ParameterServerMember):
         self._rooms: dict[int, list[torch.Tensor]] = {}
         self._takeover: tuple[int, StepWork] | None = None
         self._join()
+        self._recheck = Recheck(computer, seat, self._applied, self._gather, self._check)
+        self._is_rechecked = False
+        """Whether the step under way is rechecked: before any of its sums is pushed."""
 
     def _join(self) -> None:
         """Go on from the step at which the servers are."""
@@ -187,11 +191,37 @@ class SynchronousReplica(ParameterServerMember):
         self._row_gradients.clear()
         self._begin(step)
         self._pushed.clear()
-        complete_with = self._work_of(step).partials.complete_with if self._early else {}
+        self._is_rechecked = step == self._recheck.due
+        if self._is_rechecked:
+            self._recheck.begin(step, self._schedule.occupied(step), self._work_of(step).computed_by)
+        complete_with = self._work_of(step).partials.complete_with if self._early and not self._is_rechecked else {}
         for unit in self._units(step):
             self._compute_unit(step, unit, complete_with.get(unit.shard, []))
+        if self._is_rechecked:
+            self.news += self._recheck.compare(step, partial(self._compute_again, step))
         for slot in self._sums(step).values():
             self.exchange.bring(slot)
+
+    def _compute_again(self, step: int) -> None:
+        self._touched.fill(0)
+        for unit in self._units(step):
+            self._compute_unit(step, unit, ())
+
+    def _check(self, step: int, shard: int, into: Memory) -> bytes:
+        """Compute another member's shard. Returns what comes with its gradients."""
+        self.exchange.working(shard)
+        batch, samples = self._fetch(step, shard, shard + 1)
+        seed, before_s = shard_seed(self._job.seed, step, shard), self._tables.comm_s
+        result = self._computer.run(batch, samples, seed, into, self._buffers, lambda tile: None)
+        self.comm_s += self._tables.comm_s - before_s
+        self.exchange.working(-1)
+        return _beside_gradients(result, samples)
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        started = time.perf_counter()
+        found = self.exchange.gather(payload)
+        self.comm_s += time.perf_counter() - started
+        return found
 
     def _begin(self, step: int) -> None:
         """A step begins; for subclasses."""
@@ -238,6 +268,9 @@ class SynchronousReplica(ParameterServerMember):
         self._rows[unit.shard] = (result.loss_sum, result.weight, result.integers, samples)
         self._touched |= result.touched
         self._row_gradients[unit.shard] = result.rows
+        if self._is_rechecked:
+            self._recheck.in_slot(unit.shard, room)
+            self._recheck.reported(unit.shard, _beside_gradients(result, samples))
 
     def _parts(self, slot: int) -> list[torch.Tensor]:
         """The memory of a slot, in the pieces in which sums are added up."""
@@ -369,6 +402,13 @@ class SynchronousReplica(ParameterServerMember):
     def copy_portion(self, applied: int, into: Segment) -> AlreadyCopied:
         """The servers' state cannot change before this member goes on."""
         return self._read_portion(into, applied, self.exchange.abort)
+
+
+def _beside_gradients(result: ShardResult, samples: int) -> bytes:
+    """What a recheck compares, besides the dense gradients."""
+    row = np.array((result.loss_sum, result.weight, result.integers, samples))
+    of_tables = [one.rows.tobytes() + one.gradients.tobytes() for one in result.rows]
+    return b"".join([row.tobytes(), result.touched.tobytes(), *of_tables])
 
 
 def _about(make: Callable[[int, int], Question], number: int, ticket: int) -> Question:

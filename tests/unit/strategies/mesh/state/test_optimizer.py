@@ -12,6 +12,7 @@ from torch import nn, optim
 
 from distbelief.checkpoint.rules.boxes import Box, sizes, whole
 from distbelief.errors import JobError
+from distbelief.strategies.flatmodel.afterupdate import ParameterFunction
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.mesh.run.modelpart import HeldParameter
 from distbelief.strategies.mesh.state.memberstate import PartOptimizer
@@ -180,6 +181,28 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_given_no_pieces() -> Non
         PartOptimizer(recipe, held(PARTS[0]))
     assert "Lars" in str(caught.value)
     assert "pipeline" in caught.value.hint
+
+
+def limit(p: torch.Tensor) -> None:
+    p.mul_((0.5 / p.norm()).clamp(max=1.0))
+
+
+def test_the_functions_of_after_update_get_whole_parameters_with_a_gradient_or_are_refused() -> None:
+    make, limited = KINDS["momentum"], {0: [ParameterFunction("mat*", "matrix", limit)]}
+    plain, recipe = Plain(make), Recipe(make, parameters(), limited)
+    member = PartOptimizer(recipe, held(PARTS[0] | {"matrix": whole(SHAPES["matrix"])}))
+    for step in range(4):
+        given = gradients(step) if step != 2 else [None, *gradients(step)[1:]]
+        plain.step(given)
+        member.step([None if g is None else g.clone() for g in given], 1.0)
+        member.after_update(step, given)
+        if step != 2:
+            limit(plain.parameters[0].data)
+    check(plain, member.held)
+    assert plain.parameters[0].norm() < 0.51
+    PartOptimizer(recipe, held(PARTS[2]))  # not the limited one
+    with pytest.raises(JobError, match=r"`after_update`.*divides 'matrix'"):
+        PartOptimizer(recipe, held(PARTS[1]))
 
 
 def test_whole_parameters_are_fine_for_it_and_its_state_has_names() -> None:

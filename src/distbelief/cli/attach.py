@@ -1,0 +1,113 @@
+"""`distbelief attach RUN`: the view of a run that goes on elsewhere, from its run directory alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+
+from distbelief.cli.failures import MACHINE_OUTPUT
+from distbelief.cli.options import AsJson, Plain
+from distbelief.cli.summary import print_json, print_summary
+from distbelief.errors import DistBeliefError
+from distbelief.observe.view import open_view
+
+if TYPE_CHECKING:
+    from distbelief.launch.growing import History
+
+REFRESH_S = 0.2
+_NO_READER = 128 + signal.SIGPIPE
+GONE_S = 15.0
+"""A coordinator that is restarted is back, and its run goes on, long before."""
+
+
+def attach(
+    ctx: typer.Context,
+    run: Annotated[Path, typer.Argument(help="The run directory, as `train` printed it.", show_default=False)],
+    json: AsJson = False,
+    plain: Plain = False,
+) -> None:
+    """Show a run that goes on elsewhere: detached, in another terminal, in a notebook, under Slurm.
+
+    At the end of the run it prints the result and exits with the run's status. Ctrl-C closes the view only.
+    """
+    ctx.meta[MACHINE_OUTPUT] = json
+    from distbelief.launch.growing import History
+    from distbelief.launch.rundir import outcome
+    from distbelief.result import result_of
+
+    if not any((run / name).exists() for name in ("launch.json", "journal.jsonl")):
+        raise DistBeliefError(f"{run} is no run directory", hint="give the folder that `train` printed")
+    stream = sys.stderr if json else sys.stdout
+    history = History(run)
+    history.read()
+    if history.ended is None:
+        try:
+            _watch(run, history, stream, plain)
+        except KeyboardInterrupt as error:
+            typer.echo(f"the view is closed; the run goes on: distbelief attach {run}", err=True)
+            raise typer.Exit(130) from error
+    if history.ended is None:  # nobody reads the view any more
+        raise typer.Exit(_NO_READER)
+    assert history.began_at is not None
+    record = outcome(history.ended, run)
+    result = dataclasses.replace(result_of(record, run, 0.0), wall_s=float(record["at"]) - history.began_at)
+    if json:
+        print_json(result)
+    else:
+        print_summary(result, stream, plain=plain)
+
+
+def _watch(run: Path, history: History, stream: TextIO, plain: bool) -> None:
+    from distbelief.launch.growing import Logs
+    from distbelief.launch.rundir import COMMAND_LOG
+
+    elapsed_s = time.time() - history.began_at if history.began_at is not None else 0.0
+    logs = Logs(run, without=(Path(COMMAND_LOG).stem,), from_end=True)
+    with contextlib.closing(open_view(stream, plain=plain, elapsed_s=elapsed_s)) as view:
+
+        def look() -> bool:
+            if has_no_reader(stream):
+                raise BrokenPipeError
+            lines = list(logs.lines())
+            for source, line in lines:
+                view.log(source, line)
+            view.refresh()
+            return bool(lines)
+
+        view.started(run, history.workers)
+        with contextlib.suppress(BrokenPipeError):
+            until_the_end(run, history, look)
+
+
+def has_no_reader(stream: TextIO) -> bool:
+    """Whether nobody can read what is written to the stream: the pipe's reader has gone, or the terminal."""
+    poll = select.poll()
+    poll.register(stream, 0)  # errors and hang-ups are always reported
+    return bool(poll.poll(0))
+
+
+def until_the_end(run: Path, history: History, look: Callable[[], bool] = lambda: False) -> None:
+    """Wait until the run's end is in its journal. Raises if its processes are gone without an end. `look` is called
+    several times a second, and returns whether the run has done anything meanwhile."""
+    from distbelief.launch.growing import seems_gone
+
+    there_at = time.monotonic()
+    while history.ended is None:
+        time.sleep(REFRESH_S)
+        news = history.read()
+        if look() or news or not seems_gone(run):
+            there_at = time.monotonic()
+        elif time.monotonic() - there_at > GONE_S:
+            raise DistBeliefError(
+                f"the run in {run} is not running, and did not end in order",
+                hint=f"if nothing else runs it, go on with `distbelief resume {run}`",
+            )

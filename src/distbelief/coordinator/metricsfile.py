@@ -1,0 +1,483 @@
+"""The log of a run's steps: `metrics.jsonl` is its present part, `metrics-000001.jsonl.gz` and so on are full parts.
+
+The coordinator appends lines, which are buffered and not synced: a crash may lose the last ones. While the disk has no
+room, lines wait in memory and training goes on. A full part is renamed, then compressed in a thread, and described by
+one line of `metrics-index.jsonl`: its first and last step, and the last evaluation and checkpoint up to its end. No
+line is dropped by that. Everybody reads through this module: `records` gives all records of a run in constant memory,
+`Tail` follows a growing log, `Steps` finds single steps. A run directory of earlier releases has the present part only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from distbelief.atomicfile import drafted
+from distbelief.errors import DistBeliefError
+
+Record = dict[str, Any]
+File = BinaryIO | gzip.GzipFile
+
+NAME = "metrics.jsonl"
+INDEX = "metrics-index.jsonl"
+PART_BYTES = 16 << 20
+"""About 100,000 steps."""
+MOST_WAITING_BYTES = 16 << 20
+"""Lines that wait in memory while the disk has no room; more lines are dropped and counted."""
+RECENT_BYTES = 1 << 20
+"""What a view reads of a run that it did not follow from the start: some thousand steps."""
+_SEARCH_BYTES = 64 << 20
+"""How far back a present part is searched for its last evaluation; an earlier release may have left a very long one."""
+_KEPT_STEPS = 10_000
+_BLOCK = 1 << 20
+_PART = re.compile(r"metrics-(\d{6,})\.jsonl(\.gz)?", re.ASCII)
+_CARRIED = ("evaluation", "checkpoint")
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+class MetricsFile:
+    """Appends lines for people and dashboards. A disk without room never raises an error here."""
+
+    def __init__(self, path: Path, part_bytes: int = PART_BYTES) -> None:
+        self.path = path
+        self._part_bytes = part_bytes
+        self._lines: list[bytes] = []
+        self._waiting = bytearray()
+        """Bytes that the disk has not taken yet. A line may be on the disk in part: the rest follows."""
+        self._dropped = 0
+        self._trouble = ""
+        self._since = 0.0
+        self._packer = _Packer(path.parent)
+        try:
+            self._fd = _append_to(path)
+            self._size_bytes = os.fstat(self._fd).st_size
+            if self._size_bytes and os.pread(self._fd, 1, self._size_bytes - 1) != b"\n":
+                self._waiting += b"\n"  # a killed coordinator may have left half a line: begin a new one
+        except OSError as error:
+            raise DistBeliefError(
+                f"cannot write {path}: {error.strerror}", hint="check the run directory's permissions and free space"
+            ) from error
+        self._packer.go()
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        self._lines.append(msgspec.json.encode(line))
+
+    def flush(self) -> str:
+        """Write all lines that the disk takes. Returns a notice for people when that begins or ceases to fail."""
+        for line in self._lines:
+            if self._trouble and len(self._waiting) + len(line) > MOST_WAITING_BYTES:
+                self._dropped += 1
+            else:
+                self._waiting += line + b"\n"
+        self._lines.clear()
+        try:
+            while self._waiting:
+                written = os.write(self._fd, self._waiting)
+                del self._waiting[:written]
+                self._size_bytes += written
+        except OSError as error:
+            return self._begin_trouble(error)
+        if self._size_bytes >= self._part_bytes:
+            try:
+                self._rotate()
+            except OSError:  # the part grows on; the next try is a part later
+                self._part_bytes += self._size_bytes
+        return self._end_trouble() if self._trouble else ""
+
+    def _begin_trouble(self, error: OSError) -> str:
+        if self._trouble:
+            return ""
+        self._trouble, self._since = error.strerror or str(error), time.monotonic()
+        return f"cannot write {self.path}: {self._trouble}; its lines wait in memory, and training goes on"
+
+    def _end_trouble(self) -> str:
+        lost = f"{self._dropped} lines were dropped" if self._dropped else "no line was lost"
+        text = f"{self.path} can be written again after {time.monotonic() - self._since:.0f} s; {lost}"
+        self._trouble, self._dropped = "", 0
+        self.add({"kind": "notice", "text": f"the coordinator: {text}", "at": time.time()})
+        return text
+
+    def _rotate(self) -> None:
+        """Give the full part its number, and begin another one. Readers keep the full part open meanwhile."""
+        full = self.path.with_name(f"metrics-{_newest(self.path.parent) + 1:06d}.jsonl")
+        self.path.rename(full)
+        try:
+            fd = _append_to(self.path)
+        except OSError:
+            full.rename(self.path)
+            raise
+        os.close(self._fd)
+        self._fd, self._size_bytes = fd, 0
+        self._packer.go()
+
+    def close(self) -> None:
+        self._packer.stop()
+        os.close(self._fd)
+
+
+def _append_to(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+class _Packer:
+    """Compresses full parts, oldest first, in a thread that gives way to all others. What it cannot finish, because the
+    process ends or the disk is full, it does at the next rotation or the next start."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+
+    def go(self) -> None:
+        if (self._thread is None or not self._thread.is_alive()) and self._plain():
+            self._thread = threading.Thread(target=self._run, name="packer", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _plain(self) -> list[Path]:
+        return [path for _, path in _parts(self._folder) if path.suffix == ".jsonl"]
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        for draft in self._folder.glob(".metrics-*.draft"):  # of a killed coordinator
+            draft.unlink(missing_ok=True)
+        while not self._over.is_set() and (plain := self._plain()):
+            try:
+                pack(plain[0], self._over.is_set)
+            except (OSError, DistBeliefError, InterruptedError):  # the part stays as it is, and can be read as it is
+                return
+
+
+def pack(part: Path, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Compress a full part and describe it in the index, then remove it. Raises InterruptedError when `is_over`."""
+    known = _index(part.parent)
+    number = _number(part)
+    entry: Record = {"part": number, "first": -1, "last": -1, "lines": 0}
+    entry |= {kind: value for kind, value in known.get(number - 1, {}).items() if kind in _CARRIED}
+    packed = part.with_name(part.name + ".gz")
+    with drafted(packed) as draft, part.open("rb") as source, gzip.open(draft, "wb", compresslevel=6) as target:
+        for lines in _blocks_of_lines(source):
+            if is_over():
+                raise InterruptedError
+            target.write(b"\n".join(lines) + b"\n")
+            _describe(entry, lines)
+    if number not in known:
+        fd = _append_to(part.with_name(INDEX))
+        with open(fd, "wb") as index:
+            index.write(b"\n" * _is_torn(fd) + msgspec.json.encode(entry) + b"\n")
+    part.unlink()
+
+
+def _is_torn(fd: int) -> bool:
+    size = os.fstat(fd).st_size
+    return bool(size) and os.pread(fd, 1, size - 1) != b"\n"
+
+
+def _describe(entry: Record, lines: Iterable[bytes]) -> None:
+    for line in lines:
+        entry["lines"] += 1
+        record = _parse(line)
+        if record is None:
+            continue
+        kind = record.get("kind")
+        if kind == "step":
+            step = int(record["step"])
+            entry["first"] = step if entry["first"] < 0 else min(entry["first"], step)
+            entry["last"] = max(entry["last"], step)
+        elif kind in _CARRIED:
+            entry[kind] = record
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def records(path: Path) -> Iterator[Record]:
+    """All records of a run, oldest first, in constant memory. `path`: of the present part, which need not exist."""
+    tail = Tail(path)
+    while found := tail.read():
+        yield from found
+
+
+class Tail:
+    """The new records of a log that another process appends to; none while the file does not exist.
+
+    Each `read` returns at most about a megabyte of lines, so a caller that wants all reads until there are none.
+    """
+
+    def __init__(self, path: Path, recent_bytes: int | None = None) -> None:
+        """`recent_bytes`: begin with this much of the log's end. None: begin with its first line."""
+        self._path = path
+        self._recent_bytes = recent_bytes
+        self._file: File | None = None
+        self._number = 0
+        """The part that is open, or was read last."""
+        self._is_present = False
+        self._rest = b""
+
+    def read(self) -> list[Record]:
+        found: list[Record] = []
+        while self._file is not None or self._open_next():
+            assert self._file is not None
+            # The part may be renamed at any time. Nothing is appended after that, so look at the name first.
+            is_last = self._is_present and self._is_still_present()
+            data = self._file.read(_BLOCK)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            found += [record for record in map(_parse, lines) if record is not None]
+            if found or (not data and is_last):
+                break
+            if not data:
+                self.close()
+        return found
+
+    def _open_next(self) -> bool:
+        """Open the part after the last one, or, at the beginning, the part to begin with."""
+        if self._recent_bytes is not None and self._number == 0:
+            return self._open_near_the_end(self._recent_bytes)
+        while True:
+            wanted = self._number + 1
+            numbers = _numbers(self._path.parent) if self._path.name == NAME else []
+            older = [number for number in numbers if number >= wanted]
+            if older:
+                opened = _open_part(self._path.parent, older[0])
+                if opened is None:
+                    continue  # it was compressed at this moment
+                self._file, self._number, self._is_present = opened, older[0], False
+                return True
+            try:
+                opened = self._path.open("rb", buffering=0)
+            except FileNotFoundError:
+                if not _has_part(self._path, wanted):
+                    return False
+                continue
+            if _has_part(self._path, wanted):  # it was renamed at this moment
+                opened.close()
+                continue
+            self._file, self._number, self._is_present = opened, wanted, True
+            return True
+
+    def _open_near_the_end(self, size_bytes: int) -> bool:
+        self._recent_bytes = None
+        self._number = max(_numbers(self._path.parent), default=0)
+        if not self._open_next():
+            return False
+        assert self._file is not None
+        size = os.fstat(self._file.fileno()).st_size
+        if size > size_bytes:
+            self._file.seek(size - size_bytes)
+            self._rest = b"#"  # the first line is not whole, and is no JSON with this mark
+        elif self._number > 1 and (before := _open_part(self._path.parent, self._number - 1)):
+            with before:
+                self._rest = b"#" + _end_of(before, size_bytes - size)
+        return True
+
+    def _is_still_present(self) -> bool:
+        assert self._file is not None
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            return not _has_part(self._path, self._number)
+        here = os.fstat(self._file.fileno())
+        return (there.st_ino, there.st_dev) == (here.st_ino, here.st_dev)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file, self._rest = None, b""
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def carried(path: Path) -> list[Record]:
+    """The last evaluation and the last checkpoint of the run, oldest first, without reading the whole log."""
+    found = {**_carried_before(path), **_carried_in(path)}
+    return sorted(found.values(), key=lambda record: float(record.get("at", 0.0)))
+
+
+def _carried_before(path: Path) -> dict[str, Record]:
+    number = _newest(path.parent)
+    while number > 0:
+        if entry := _index(path.parent).get(number):
+            return {kind: entry[kind] for kind in _CARRIED if kind in entry}
+        # It is not compressed yet: that part, and what came before it.
+        part = path.with_name(f"metrics-{number:06d}.jsonl")
+        if part.exists() and (found := _carried_in(part)):
+            return found
+        number -= 1
+    return {}
+
+
+def _carried_in(path: Path) -> dict[str, Record]:
+    found: dict[str, Record] = {}
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        at = file.seek(0, os.SEEK_END)
+        least = max(0, at - _SEARCH_BYTES)
+        rest = b""
+        while at > least and len(found) < len(_CARRIED):
+            begin = max(least, at - _BLOCK)
+            file.seek(begin)
+            block = file.read(at - begin) + rest
+            at = begin
+            for kind in _CARRIED:
+                if kind not in found and (record := _last_of(kind, block, begin == 0)):
+                    found[kind] = record
+            rest = block[: block.find(b"\n") + 1]
+    return found
+
+
+def _last_of(kind: str, block: bytes, is_whole: bool) -> Record | None:
+    """The last record of this kind in a block whose first line may lack its beginning."""
+    end = len(block)
+    while (at := block.rfind(b'"kind":"' + kind.encode() + b'"', 0, end)) >= 0:
+        begin, close = block.rfind(b"\n", 0, at) + 1, block.find(b"\n", at)
+        if close >= 0 and (begin > 0 or is_whole):
+            record = _parse(block[begin:close])
+            if record is not None and record.get("kind") == kind:
+                return record
+        end = at
+    return None
+
+
+class Steps:
+    """The records of single steps, each found by the index, in little memory. Made for steps that are asked for in
+    rising order."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._window = (0, 0, 0, -1)
+        """Of the part that was read last: its number, the first and the end of the steps that were kept, its size."""
+        self._found: dict[int, Record] = {}
+        self._index = _index(path.parent)
+        self.last = self._last()
+        """The last step that was recorded; -1: none."""
+
+    def get(self, step: int) -> Record | None:
+        """The last record of this step: a step that was executed again has several."""
+        newest = _newest(self._path.parent)
+        for number in range(newest + 1, 0, -1):
+            entry = self._index.get(number)
+            if entry is not None and not entry["first"] <= step <= entry["last"]:
+                continue
+            if found := self._in_part(number, number > newest, step):
+                return found
+        return None
+
+    def _in_part(self, number: int, is_present: bool, step: int) -> Record | None:
+        file = self._path.open("rb", buffering=0) if is_present else _open_part(self._path.parent, number)
+        if file is None:
+            return None
+        with file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            part, first, end, size_before = self._window
+            if (part, size_before) != (number, size_bytes) or not first <= step < end:
+                self._window = (number, step, step + _KEPT_STEPS, size_bytes)
+                self._found = {
+                    int(record["step"]): record
+                    for lines in _blocks_of_lines(file)
+                    for record in map(_parse, lines)
+                    if record is not None
+                    and record.get("kind") == "step"
+                    and step <= int(record["step"]) < step + _KEPT_STEPS
+                }
+        return self._found.get(step)
+
+    def _last(self) -> int:
+        last = _last_step(Tail(self._path, RECENT_BYTES))
+        last = max([last, *(int(entry["last"]) for entry in self._index.values())])
+        return last if last >= 0 else _last_step(Tail(self._path))
+
+
+def _last_step(tail: Tail) -> int:
+    last = -1
+    while found := tail.read():
+        last = max([last, *(int(one["step"]) for one in found if one.get("kind") == "step")])
+    return last
+
+
+def _parse(line: bytes) -> Record | None:
+    """The record, or None for a torn line of a killed writer: a view must not end a run because of it."""
+    try:
+        record = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _blocks_of_lines(file: File) -> Iterator[list[bytes]]:
+    rest = b""
+    while block := file.read(_BLOCK):
+        *lines, rest = (rest + block).split(b"\n")
+        if lines:
+            yield lines
+    if rest:
+        yield [rest]
+
+
+def _end_of(file: File, size_bytes: int) -> bytes:
+    end = b""
+    while block := file.read(_BLOCK):
+        end = (end + block)[-size_bytes:] if size_bytes else b""
+    return end
+
+
+def _parts(folder: Path) -> list[tuple[int, Path]]:
+    """The full parts, oldest first; a part that is being compressed appears as it was before."""
+    found: dict[int, Path] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _PART.fullmatch(path.name)
+        if match and (match[2] is None or int(match[1]) not in found):
+            found[int(match[1])] = path
+    return sorted(found.items())
+
+
+def _numbers(folder: Path) -> list[int]:
+    return [number for number, _ in _parts(folder)]
+
+
+def _newest(folder: Path) -> int:
+    return max(_numbers(folder), default=0)
+
+
+def _number(path: Path) -> int:
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is no part of a log of steps")
+    return int(match[1])
+
+
+def _has_part(path: Path, number: int) -> bool:
+    part = path.with_name(f"metrics-{number:06d}.jsonl")
+    return path.name == NAME and (part.exists() or part.with_name(part.name + ".gz").exists())
+
+
+def _open_part(folder: Path, number: int) -> File | None:
+    """None: it was compressed between two looks."""
+    plain = folder / f"metrics-{number:06d}.jsonl"
+    with contextlib.suppress(FileNotFoundError):
+        return plain.open("rb")
+    with contextlib.suppress(FileNotFoundError):
+        return gzip.GzipFile(plain.with_name(plain.name + ".gz"), "rb")
+    return None
+
+
+def _index(folder: Path) -> dict[int, Record]:
+    """Part -> its line of the index. A part without one is read instead."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = (folder / INDEX).read_bytes().split(b"\n")
+        return {int(entry["part"]): entry for entry in map(_parse, lines) if entry is not None and "part" in entry}
+    return {}

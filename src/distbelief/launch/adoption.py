@@ -1,0 +1,98 @@
+"""What a run needs to be resumed without its run directory: one file beside its checkpoints.
+
+The disk of the leading machine may be lost while the checkpoints are safe in an object store. So a run whose
+checkpoints lie outside of its run directory keeps its options and the code of its job beside them. `adopt` makes a new
+run directory from that file. The file holds no secret of the run, and no address, key or host: these are chosen anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distbelief.checkpoint.storage import folder_at, read_file, write_file
+from distbelief.errors import DistBeliefError
+from distbelief.launch.jobcode import collect_code, has_code, unpack_code
+from distbelief.launch.launch import Launch, Placement, from_data, is_launched, keep_launch, read_launch, to_data
+from distbelief.launch.rundir import make_run_dir
+from distbelief.version import __version__
+
+FILE = "run.json"
+_CODE = "code"
+
+
+class KeptRun(msgspec.Struct, frozen=True):
+    """The content of the file."""
+
+    version: str
+    """The version of DistBelief that wrote it."""
+    launch: dict[str, Any]
+    """See `launch.to_data`."""
+    code: dict[str, bytes] = {}
+    """The job file and what it imports from its folder: path below that folder -> content. The job file is the first.
+    Empty: the job came from a Python program."""
+
+
+def keep_beside_checkpoints(launch: Launch) -> None:
+    """Write the file, if the run saves checkpoints outside of its run directory. Raises StorageFailed."""
+    if not launch.options.saves or not launch.options.checkpoints:
+        return
+    alone = Launch(launch.run_dir, launch.options, launch.job)  # with the placement of any machine
+    code = collect_code(Path(launch.job.file)) if launch.job.file else {}
+    kept = KeptRun(__version__, to_data(alone), code)
+    content = msgspec.json.format(msgspec.json.encode(kept), indent=1)
+    write_file(folder_at(launch.checkpoint_folder), FILE, [content])
+
+
+def names_checkpoints(where: str) -> bool:
+    """Whether that is a folder of checkpoints to adopt a run from, and no run directory."""
+    return "://" in where or (not is_launched(Path(where)) and (Path(where) / FILE).is_file())
+
+
+def adopt(checkpoints: str, run_dir: Path) -> None:
+    """Make `run_dir` the run directory of the run with these checkpoints, ready to be resumed. A directory that has
+    adopted the same run already is left as it is, so that the same command can be started again."""
+    from distbelief.checkpoint.reading import list_checkpoints  # imports torch, which the start of a run does without
+
+    if is_launched(run_dir):
+        known = read_launch(run_dir)
+        if folder_at(known.checkpoint_folder).url == folder_at(checkpoints).url:
+            return
+        raise DistBeliefError(
+            f"{run_dir} is the directory of a run with other checkpoints, in {known.checkpoint_folder}",
+            hint="give another --run-dir",
+        )
+    kept = _read(checkpoints)
+    if not list_checkpoints(checkpoints):
+        raise DistBeliefError(
+            f"there is no complete checkpoint in {checkpoints}: no state to continue from",
+            hint="start the run again with `distbelief train`",
+        )
+    launch = from_data(run_dir, kept.launch)
+    make_run_dir(run_dir)
+    job = launch.job
+    if kept.code and not has_code(Path(job.file), kept.code):
+        folder = run_dir.resolve() / _CODE
+        unpack_code(kept.code, folder)
+        job = msgspec.structs.replace(job, file=str(folder / next(iter(kept.code))))
+    # The weights that the run began with are not needed: a checkpoint holds all of the state.
+    options = msgspec.structs.replace(launch.options, checkpoints=checkpoints, begin_from="")
+    keep_launch(Launch(run_dir, options, job, Placement()))
+
+
+def _read(checkpoints: str) -> KeptRun:
+    folder = folder_at(checkpoints)
+    content = read_file(folder, FILE)
+    if content is None:
+        raise DistBeliefError(
+            f"there is no {folder.url_of(FILE)}, which a run keeps beside its checkpoints",
+            hint="give the folder of a run's checkpoints as --checkpoints had it, or a run directory",
+        )
+    try:
+        return msgspec.json.decode(content, type=KeptRun)
+    except msgspec.MsgspecError as error:
+        raise DistBeliefError(
+            f"{folder.url_of(FILE)} is damaged: {error}", hint="was it written by a newer version of DistBelief?"
+        ) from error

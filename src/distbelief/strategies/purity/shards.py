@@ -1,0 +1,163 @@
+"""Computes the canary's shard several times, in other company, and compares the results and what they leave behind.
+
+    A, B, A, A      A: the canary's shard. B: another shard, at slightly other weights.
+
+Buffers are restored before each shard, as they are in training; nothing else is. So A must have the same result each
+time, and the parameters must keep their bytes. B is computed at other weights because a teacher that follows the
+weights does not move while both are equal. The third A follows an A: state with a period of two calls differs there.
+
+If the results differ, experiments find the cause: A is computed again with hidden state put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from distbelief.shards import shard_seed
+from distbelief.strategies.base import Fetch
+from distbelief.strategies.flatmodel.compute import Rehearsal, ShardComputer
+from distbelief.strategies.purity.hidden import Place, changes, checksum, snapshot
+from distbelief.strategies.purity.rules.findings import Checked, Hidden, Impurity, Written, hidden, unexplained, written
+
+CANARY = (0, 0, 1)
+"""Step, first shard, end shard of A: what the canary computes."""
+COMPANY = (1, 0, 1)
+"""Step, first shard, end shard of B. A batch of another step has other samples even if a step has one shard."""
+MOST_EXPERIMENTS = 12
+NUDGE = 1.125
+
+Rehearse = Callable[[Any, int], Rehearsal]
+Outcome = tuple[tuple[Any, ...], dict[str, int]]
+Mark = tuple[int, int, int]
+"""Identity, address and version of a parameter. An in-place write raises the version, unless it is through `.data`."""
+
+
+def check_purity(computer: ShardComputer, rehearse: Rehearse, fetch: Fetch) -> Checked:
+    """`rehearse(batch, samples)`: compute the canary's shard. Before training; the model keeps its values."""
+    check = _Check(computer, rehearse, fetch)
+    return Checked(check.fingerprint, check.impurities())
+
+
+class _Check:
+    def __init__(self, computer: ShardComputer, rehearse: Rehearse, fetch: Fetch) -> None:
+        self._computer = computer
+        self._rehearse = rehearse
+        self._fetch = fetch
+        self._buffers = {name for name, _ in computer.model.named_buffers()}
+        self._hidden = self._snapshot()
+        self._marks = {name: _mark(one) for name, one in computer.model.named_parameters()}
+        self._bytes = {name: checksum(one) for name, one in computer.model.named_parameters()}
+        first = rehearse(*fetch(*CANARY))
+        self.fingerprint = first.fingerprint()
+        self._outcome = _outcome(first)
+        self._touched = first.result.touched
+
+    def impurities(self) -> list[Impurity]:
+        names = self._marked()
+        again = self._outcome
+        if not names:  # else the rest would say no more
+            self._compute_company()
+            for _ in range(2):
+                again = self._again()
+                if again != self._outcome:
+                    break
+            names = self._marked() | self._rewritten()
+        if names:
+            return written([self._written(name) for name in self._parameters() if name in names])
+        return [] if again == self._outcome else self._causes(again)
+
+    # --- A and B -------------------------------------------------------------------------------------------------
+
+    def _again(self) -> Outcome:
+        return _outcome(self._rehearse(*self._fetch(*CANARY)))
+
+    def _compute_company(self) -> None:
+        # another shape of a batch would be compiled anew
+        batch = CANARY if self._computer.job.compile else COMPANY
+        seed = shard_seed(self._computer.job.seed, 1, 0)
+        try:
+            with _nudged(self._computer.parameters):
+                self._computer.rehearse(*self._fetch(*batch), seed)
+        except Exception:  # perhaps the job's code does not take such weights
+            self._computer.rehearse(*self._fetch(*batch), seed)
+
+    # --- parameters ----------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._computer.model.named_parameters())
+
+    def _marked(self) -> set[str]:
+        """The parameters that were replaced, made, or written in place."""
+        return {name for name, one in self._parameters().items() if self._marks.get(name) != _mark(one)}
+
+    def _rewritten(self) -> set[str]:
+        """The parameters with other bytes than before."""
+        return {name for name, one in self._parameters().items() if self._bytes.get(name) != checksum(one)}
+
+    def _written(self, name: str) -> Written:
+        layer = self._computer.model.get_submodule(name.rpartition(".")[0])
+        limit = layer.max_norm if isinstance(layer, nn.Embedding | nn.EmbeddingBag) else None
+        entries = self._computer.layout.entries
+        place = next((i for i, one in enumerate(entries) if one.name == name), None)
+        learns = place is not None and bool(self._touched[place])
+        return Written(name, learns, limit, name not in self._marks)
+
+    # --- hidden state --------------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> dict[str, Place]:
+        return snapshot(self._computer.model, self._computer.job.loss, self._buffers)
+
+    def _causes(self, again: Outcome) -> list[Impurity]:
+        changed = changes(self._hidden, self._snapshot())
+        found = self._proven(changed)
+        if found:
+            return hidden(found)
+        differing = [name for name, one in self._outcome[1].items() if again[1].get(name) != one]
+        suspects = [one.name for _, one in changed if one.kind != "tensor"]
+        return [unexplained(differing, suspects, again[0] != self._outcome[0])]
+
+    def _proven(self, changed: Sequence[tuple[Place, Hidden]]) -> list[Hidden]:
+        """The state without whose restoration A has another result, although everything else is put back."""
+        places = [place for place, _ in changed]
+        if not changed or not self._is_same_with(places):
+            return []
+        some = changed[:MOST_EXPERIMENTS]
+        found = [one for place, one in some if not self._is_same_with([p for p in places if p is not place])]
+        if not found:  # two of them say the same: each alone is enough
+            found = [one for place, one in some if self._is_same_with([place])][:1]
+        for place in places:
+            place.put_back()
+        return found
+
+    def _is_same_with(self, places: Sequence[Place]) -> bool:
+        for place in places:
+            place.put_back()
+        return self._again() == self._outcome
+
+
+def _mark(parameter: nn.Parameter) -> Mark:
+    return id(parameter), parameter.data_ptr(), -1 if parameter.is_inference() else parameter._version
+
+
+def _outcome(rehearsal: Rehearsal) -> Outcome:
+    result = rehearsal.result
+    numbers = repr(result.loss_sum), repr(result.weight), result.integers, result.touched.tobytes()
+    return numbers, rehearsal.checksums()
+
+
+@contextlib.contextmanager
+def _nudged(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Change the first row of each parameter, and give it back. (Copies of all rows would take much memory.)"""
+    rows = [one.data[:1] if one.dim() else one.data for one in parameters]
+    before = [row.clone() for row in rows]
+    try:
+        torch._foreach_mul_(rows, NUDGE)
+        yield
+    finally:
+        for row, value in zip(rows, before, strict=True):
+            row.copy_(value)
