@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 import distbelief.chaos.rules.schedule as timeline
+from distbelief.chaos.falseclock import FalseClock
 from distbelief.chaos.follow import RunFollower, Seen
 from distbelief.chaos.relay import Relay
 from distbelief.chaos.rules.schedule import Fault
@@ -162,6 +163,7 @@ class Injector:
         workers: int,
         seed: int,
         relay: Relay | None,
+        clock: FalseClock | None = None,
         ask: Callable[[int], str],
         say: Callable[[str], None],
     ) -> None:
@@ -173,6 +175,7 @@ class Injector:
         self._wanted = workers
         self._dice = random.Random(seed)
         self._relay = relay
+        self._clock = clock
         self._ask = ask
         self._say = say
         self._victims: dict[int, Victim | None] = {}
@@ -246,6 +249,8 @@ class Injector:
                 return self._kill_coordinator(fault)
             case "kill server":
                 return self._kill_server(fault, seen)
+            case "set clock":
+                return self._set_clock(fault)
             case "join" | "scale":
                 self._wanted = fault.count if fault.kind == "scale" else self._wanted + 1
                 self._note(fault, f"asked for {self._wanted} workers")
@@ -328,6 +333,12 @@ class Injector:
         self._note(fault, f"worker {worker}, reader process {victim.pid}")
         victim.kill()
         victim.close()
+        return True
+
+    def _set_clock(self, fault: Fault) -> bool:
+        assert self._clock is not None
+        self._clock.turn(fault.by_s)
+        self._note(fault, f"now {self._clock.ahead_s / 3600:+.1f} h off")
         return True
 
     def _kill_server(self, fault: Fault, seen: Seen) -> bool:
