@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sim.seeds import again, seeds_of_today
+
 ROOT = str(Path(__file__).parent)
 # Child processes of tests import `tests.support` too, whatever folder they work in.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
@@ -43,6 +45,10 @@ else:
     # Hypothesis limits examples by wall-clock time, which depends on the machine and on what else it does.
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")
+
+
+def pytest_report_header() -> str:
+    return f"simulation: today's seeds are those of `{again(seeds_of_today())}`"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,13 +16,14 @@ from distbelief.control import messages as m
 from distbelief.coordinator.rules import state as s
 from distbelief.coordinator.rules.saving import FINAL_S
 from distbelief.shards import Schedule
+from distbelief.steadyclock import SteadyClock
 from tests.sim import faults
 from tests.sim.clock import Clock
 from tests.sim.coordinator_model import VirtualCoordinator
 from tests.sim.faults import Kind
 from tests.sim.invariants import Broken, Invariants
 from tests.sim.memory import Key, Ledger, SharedMemory
-from tests.sim.mischief import HOST, Mischief
+from tests.sim.mischief import HOST, HOUR_S, Mischief
 from tests.sim.network import Network
 from tests.sim.reference import Reference
 from tests.sim.setting import setting
@@ -33,6 +34,8 @@ from tests.sim.worker_model import VirtualWorker
 
 ATTACH_EVERY_S = 1.0
 ENGINE, CLIENT = -1, -2
+EPOCH_S = 1.75e9
+"""What a right clock shows at the beginning."""
 
 
 class Cluster:
@@ -41,6 +44,10 @@ class Cluster:
         self.rng = rng = random.Random(seed)
         self.setting = chosen = setting(rng, members)
         self.clock = Clock()
+        self.walls = {HOST: EPOCH_S}
+        """Host -> how far its clock is ahead of the virtual one. Anybody may set it."""
+        self.full_until = 0.0
+        """Until when the disk of the run directory has no room."""
         self.network = Network(self.clock, rng, faults.weather(rng))
         batch = chosen.shards * rng.choice([1, 4])
         schedule = Schedule(batch * 3 + rng.randint(1, batch), batch, chosen.shards)
@@ -50,7 +57,7 @@ class Cluster:
         self.save_every = chosen.save_every
         memory = SharedMemory(self.reference, chosen.tiles, self.invariants)
         pace = Pace(shard_s=rng.choice([0.05, 0.2, 0.5]), tile_s=rng.choice([0.01, 0.1, 0.3]))
-        self.around = Surroundings(memory, self.invariants, pace, rng, lambda: self.clock.now, self.released)
+        self.around = Surroundings(memory, self.invariants, pace, rng, self.released)
         self.beat_s = chosen.beat_s
         self.facts = (
             m.JobFacts("sim", chosen.shards, chosen.steps, batch, schedule.samples, 1, "allreduce"),
@@ -64,6 +71,8 @@ class Cluster:
         self.stopping = False
         """Somebody wants the run to stop: the engine says so again and again."""
         self.life = 1
+        self.lead_clock = self._clock_on(HOST)
+        """Of the launching process; the coordinator and all workers of its host go on with it."""
         """What was sent in an earlier one is heard by nobody: the secret is another."""
         self.epoch = 0
         self.early_deaths = 0
@@ -81,6 +90,21 @@ class Cluster:
             stuck_after_s=30.0,
             save_every=chosen.save_every_text,
         )
+
+    # --- clocks and disks ---------------------------------------------------------------------------------------------
+
+    def _clock_on(self, host: str) -> SteadyClock:
+        """The clock of a new process there."""
+        self.walls.setdefault(host, EPOCH_S + self.rng.choice([0.0, 0.0, -3 * HOUR_S, 3 * HOUR_S]))
+        return SteadyClock(lambda: self.clock.now + self.walls[host], lambda: self.clock.now)
+
+    def clock_of_coordinator(self) -> SteadyClock:
+        clock = self._clock_on(HOST)
+        clock.continue_from(self.lead_clock.offset_s)
+        return clock
+
+    def disk_is_full(self) -> bool:
+        return self.clock.now < self.full_until
 
     # --- lines -------------------------------------------------------------------------------------------------------
 
@@ -143,7 +167,8 @@ class Cluster:
     def _start_worker(self, number: int, life: int, host: str = HOST) -> None:
         if number not in self.workers and not self.status and life == self.life:
             load_s = self.rng.choice([0.2, 1.0, 3.0]) * (0.5 + self.rng.random())
-            self.workers[number] = VirtualWorker(self, number, host, load_s)
+            clock = self.lead_clock if host == HOST else self._clock_on(f"{host} {number}")
+            self.workers[number] = VirtualWorker(self, number, host, load_s, clock)
 
     def _attach(self, life: int) -> None:
         if life != self.life:
@@ -208,6 +233,8 @@ class Cluster:
             return
         if self.coordinator.ended():
             self.run_ended(self.coordinator.ended())
+        elif self.disk_is_full():  # it waits for room
+            self.clock.after(0.5, self._revive, life)
         elif not self.coordinator.alive:
             self.coordinator.start()
 
@@ -234,6 +261,10 @@ class Cluster:
     def _resume(self, life: int) -> None:
         if life != self.life:
             return
+        if self.disk_is_full():  # it is refused, and somebody tries again
+            self.clock.after(1.0, self._resume, life)
+            return
+        self.lead_clock = self._clock_on(HOST)
         workers = max(1, self.setting.members + self.rng.choice([-1, 0, 0, 1]))
         self.stopping, self.epoch = False, 0
         self.workers, self.exits, self.exit_times = {}, {}, {}

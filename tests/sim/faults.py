@@ -24,6 +24,8 @@ Kind = Literal[
     "cut",
     "save",
     "bad disk",
+    "full disk",
+    "set clock",
     "stop",
     "kill everything",
 ]
@@ -42,6 +44,8 @@ WEIGHTS: dict[Kind, int] = {
     "cut": 2,
     "save": 3,
     "bad disk": 1,
+    "full disk": 2,
+    "set clock": 2,
     "stop": 1,
     "kill everything": 1,
 }
@@ -52,7 +56,7 @@ class Fault:
     at_s: float
     kind: Kind
     duration_s: float
-    """Of a freeze, a cut, or a coordinator's pause; infinite: until somebody does something about it."""
+    """Of a freeze, a cut, a full disk, or a coordinator's pause; infinite: until somebody does something about it."""
     amount: int
     """How many workers are hit, or how many there should be more (or fewer)."""
 

@@ -25,6 +25,7 @@ MOST_EARLY_DEATHS = 2
 MOST_LIVES = 4
 LOADING_S = 8.0
 """The longest freeze of a worker that no coordinator knows to be ready."""
+HOUR_S = 3600.0
 ASKER = -4
 """Who asks for checkpoints from outside."""
 
@@ -67,6 +68,13 @@ class Mischief:
         elif kind == "bad disk":
             if cluster.storage:
                 cluster.storage.bad_until = cluster.clock.now + min(fault.duration_s, 8.0)
+        elif kind == "full disk":
+            cluster.full_until = cluster.clock.now + fault.duration_s
+            if cluster.storage and self._rng.random() < 0.5:  # the checkpoints lie on the same disk
+                cluster.storage.bad_until = max(cluster.storage.bad_until, cluster.full_until)
+        elif kind == "set clock":
+            host = self._rng.choice(sorted(cluster.walls))
+            cluster.walls[host] += self._rng.choice([-100.0, -3.0, -0.5, 0.5, 3.0, 100.0]) * HOUR_S
         elif kind in ("stop", "kill everything"):
             self._end_this_life(kind)
         elif kind == "scale":
@@ -131,9 +139,9 @@ class Mischief:
 
     def _gathering(self) -> bool:
         coordinator = self._cluster.coordinator
-        if coordinator.alive:
+        if coordinator.alive and not coordinator.waits_for_room:
             return coordinator.state.phase == "gathering"
-        # What a dead one had decided is nothing if it is not on record.
+        # What a dead one had decided, or one that dies now, is nothing if it is not on record.
         told = [entry["kind"] for entry in coordinator.records() if entry["kind"] in ("generation", "resumed")]
         return told[-1:] != ["generation"]
 

@@ -12,6 +12,7 @@ from functools import partial
 
 from tests.sim.cluster import Outcome, run
 from tests.sim.scale import table
+from tests.sim.seeds import parse_seeds
 
 
 def main() -> int:
@@ -59,18 +60,6 @@ def report(outcome: Outcome, members: int | None) -> str:
     lines = [f"seed {outcome.seed}: {outcome.broken}", "the last events:", *(f"  {line}" for line in outcome.story)]
     again = f"make sim SEEDS={outcome.seed}" + (f" MEMBERS={members}" if members is not None else "")
     return "\n".join([*lines, f"see it again with: {again}"])
-
-
-def parse_seeds(text: str) -> list[int]:
-    """
-    >>> parse_seeds("1,4-6")
-    [1, 4, 5, 6]
-    """
-    seeds: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        seeds += range(int(first), int(last or first) + 1)
-    return seeds
 
 
 if __name__ == "__main__":

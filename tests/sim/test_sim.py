@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
 import msgspec
@@ -13,12 +14,16 @@ from distbelief.control import messages as m
 from distbelief.coordinator.rules import detector, faults, regroup, saving
 from distbelief.coordinator.rules import state as s
 from distbelief.coordinator.rules.ending import Result, with_worker
+from distbelief.steadyclock import SteadyClock
 from distbelief.worker.rules import control
 from tests.sim import memory, training
 from tests.sim.cluster import run
+from tests.sim.coordinator_model import VirtualCoordinator
 from tests.sim.faults import Kind
-from tests.sim.run import parse_seeds, report
+from tests.sim.run import report
 from tests.sim.scale import measure
+from tests.sim.seeds import again, parse_seeds, seeds_of, seeds_of_today
+from tests.sim.storage import History
 
 FEW = range(1, 201)
 FIFTY_MEMBERS = range(1, 13)
@@ -41,6 +46,19 @@ def noticed(promise: str, only: Sequence[Kind] = ()) -> None:
 
 def test_small_clusters_keep_every_promise() -> None:
     assert not broken(FEW)
+
+
+def test_todays_seeds_keep_every_promise() -> None:
+    """Seeds that nobody chose, other ones each day. A report names the seed and the command that simulates it again."""
+    seeds = seeds_of_today()
+    assert not broken(seeds), again(seeds)
+
+
+def test_a_day_has_seeds_of_its_own() -> None:
+    today, tomorrow = (seeds_of(date(2026, 11, day)) for day in (19, 20))
+    assert today == seeds_of(date(2026, 11, 19))
+    assert not set(today) & set(tomorrow)
+    assert not set(FEW) & set(today)
 
 
 def test_fifty_members_keep_every_promise() -> None:
@@ -124,7 +142,7 @@ def test_forgetting_who_made_a_step_certain_is_noticed(monkeypatch: pytest.Monke
 def test_repeating_a_report_with_the_reporters_generation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator takes the step for one of this generation, and forgets who made the next one certain."""
 
-    def recall_from(part: training.Generation, history: training.History, applied: Callable[[], int]) -> None:
+    def recall_from(part: training.Generation, history: History, applied: Callable[[], int]) -> None:
         mine = {step: replace(one, generation=part.action.generation) for step, one in history.items()}
         recall(part, mine, applied)
 
@@ -203,6 +221,25 @@ def test_a_checkpoint_on_record_before_it_is_there_is_noticed(monkeypatch: pytes
 def test_waiting_for_ever_for_the_part_of_a_dead_writer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "_look_after", lambda state, save, now: (state, []))
     noticed("has not ended", only=["kill when it has finished"])
+
+
+def test_a_decision_that_is_carried_out_without_room_for_its_record_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk is taken for one that takes the record."""
+    write = VirtualCoordinator._write
+    monkeypatch.setattr(VirtualCoordinator, "_write", lambda self, entry: write(self, entry) or True)
+    noticed("was announced twice", only=["full disk", "kill coordinator", "kill"])
+
+
+def test_decisions_by_the_machines_clock_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody sets that clock by hours, and all are late at once."""
+
+    def make(clock: SteadyClock, wall: Callable[[], float], monotonic: Callable[[], float]) -> None:
+        real(clock, wall, monotonic)
+        monkeypatch.setattr(clock, "now", wall)
+
+    real = SteadyClock.__init__
+    monkeypatch.setattr(SteadyClock, "__init__", make)
+    noticed("never joined", only=["set clock"])
 
 
 # --- around it -------------------------------------------------------------------------------------------------------

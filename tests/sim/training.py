@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from distbelief.control import messages as m
+from distbelief.steadyclock import SteadyClock
 from distbelief.strategies.base import Applied
 from distbelief.worker.rules.control import TrainGeneration
 from distbelief.worker.rules.reports import first_to_repeat, report_of
@@ -62,7 +63,6 @@ class Surroundings:
     invariants: Invariants
     pace: Pace
     rng: random.Random
-    now: Callable[[], float]
     released: Callable[[Ledger, Key], None]
     """Everybody has announced it: wake who waits for it."""
 
@@ -77,6 +77,7 @@ class Member(Protocol):
     reports: list[m.StepReport]
     recall: Callable[[int], None]
     own: OwnState
+    clock: SteadyClock
     saver: VirtualSaver | None
     origin: Storage | None
     """Where it looks for a checkpoint when nobody has the run's state."""
@@ -189,7 +190,7 @@ class Generation:
 
     def applied(self, step: int) -> Applied:
         samples, found = self.around.memory.reference.samples(step), self.ledger.sums[step]
-        return Applied(step, 0.0, samples, found.fingerprint, self.action.generation, self.around.now())
+        return Applied(step, 0.0, samples, found.fingerprint, self.action.generation, self.me.clock.now())
 
     def sealed(self, applied: int) -> int:
         """What is saved; what the first generation of all finds is what was loaded, if anything."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from distbelief.control import messages as m
+from distbelief.steadyclock import SteadyClock
 from distbelief.transport.abort import Aborted
 from distbelief.worker.rules import control
 from distbelief.worker.rules.control import Action, GenerationFinished, WorkerState
@@ -50,10 +51,11 @@ class World(Protocol):
 
 
 class VirtualWorker:
-    def __init__(self, world: World, number: int, host: str, load_s: float) -> None:
+    def __init__(self, world: World, number: int, host: str, load_s: float, clock: SteadyClock) -> None:
         self.world = world
         self.number = number
         self.host = host
+        self.clock = clock
         self.pid = 1000 + number
         self.control = WorkerState(number)
         self.alive = True

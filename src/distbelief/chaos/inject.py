@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 import distbelief.chaos.rules.schedule as timeline
+from distbelief.chaos.falseclock import FalseClock
 from distbelief.chaos.follow import RunFollower, Seen
 from distbelief.chaos.fulldisk import FullDisk
 from distbelief.chaos.relay import Relay
@@ -167,6 +168,7 @@ class Injector:
         workers: int,
         seed: int,
         relay: Relay | None,
+        clock: FalseClock | None = None,
         ask: Callable[[int], str],
         say: Callable[[str], None],
     ) -> None:
@@ -179,6 +181,7 @@ class Injector:
         self._wanted = workers
         self._dice = random.Random(seed)
         self._relay = relay
+        self._clock = clock
         self._ask = ask
         self._say = say
         self._victims: dict[int, Victim | None] = {}
@@ -254,6 +257,8 @@ class Injector:
                 return self._kill_server(fault, seen)
             case "fill disk":
                 return self._fill_disk(fault)
+            case "set clock":
+                return self._set_clock(fault)
             case "join" | "scale":
                 self._wanted = fault.count if fault.kind == "scale" else self._wanted + 1
                 self._note(fault, f"asked for {self._wanted} workers")
@@ -338,6 +343,12 @@ class Injector:
         victim.close()
         return True
 
+    def _set_clock(self, fault: Fault) -> bool:
+        assert self._clock is not None
+        self._clock.turn(fault.by_s)
+        self._note(fault, f"now {self._clock.ahead_s / 3600:+.1f} h off")
+        return True
+
     def _kill_server(self, fault: Fault, seen: Seen) -> bool:
         living = [number for number in sorted(seen.servers) if number not in self._servers_killed]
         if not seen.doubled or len(living) < len(seen.servers):
@@ -405,7 +416,7 @@ def random_schedule(seed: int, workers: int, steps: int, servers: int = 0, reade
     # Each kind at most once before any repeats, so that a few schedules cover all kinds.
     impossible = {"kill server"} if servers < 2 else set()
     impossible |= {"kill reader"} if readers == 0 else set()
-    impossible |= {"fill disk"}  # few runs have a small disk of their own
+    impossible |= {"fill disk", "set clock"}  # few runs have a small disk of their own, few machines libfaketime
     possible = [kind for kind in KINDS if kind not in impossible]
     kinds = dice.sample(possible, k=len(possible))[:number]
     last = max(1, int(steps * LAST_PART))

@@ -18,6 +18,7 @@ import msgspec
 from safetensors.torch import load_file
 
 from distbelief.api import run_file
+from distbelief.chaos.falseclock import FalseClock
 from distbelief.chaos.inject import Injector
 from distbelief.chaos.relay import Relay
 from distbelief.chaos.rules.schedule import Fault
@@ -74,12 +75,16 @@ def run_under_faults(plan: Plan, name: str, faults: Sequence[Fault], seed: int, 
         # The relay is used only if a schedule cuts a connection: otherwise messages need no detour.
         cuts = any(fault.kind == "cut worker" for fault in faults)
         relay = stack.enter_context(Relay()) if cuts else None
+        clock = stack.enter_context(FalseClock()) if any(fault.kind == "set clock" for fault in faults) else None
+        if clock:
+            stack.enter_context(clock.in_children())
         injector = Injector(
             run_dir,
             faults,
             workers=plan.workers,
             seed=seed,
             relay=relay,
+            clock=clock,
             ask=lambda workers: _ask(run_dir, workers),
             say=_sayer(stream),
         )

@@ -70,7 +70,7 @@ def _watch(run: Path, history: History, stream: TextIO, plain: bool) -> None:
     from distbelief.launch.growing import Logs
     from distbelief.launch.rundir import COMMAND_LOG
 
-    elapsed_s = time.time() - history.began_at if history.began_at is not None else 0.0
+    elapsed_s = max(0.0, time.time() - history.began_at) if history.began_at is not None else 0.0
     logs = Logs(run, without=(Path(COMMAND_LOG).stem,), from_end=True)
     with contextlib.closing(open_view(stream, plain=plain, elapsed_s=elapsed_s)) as view:
 

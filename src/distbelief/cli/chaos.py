@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from distbelief.chaos.falseclock import require_library
 from distbelief.chaos.rules.schedule import Fault, check, parse
 from distbelief.cli.failures import MACHINE_OUTPUT, UsageError
 from distbelief.cli.options import JobFile, Settings
@@ -102,6 +103,8 @@ def wanted_faults(text: str, random: int, workers: int, servers: int = 0) -> tup
         return ()
     found = parse(text)
     check(found, workers, servers)
+    if any(fault.kind == "set clock" for fault in found):
+        require_library()
     return found
 
 

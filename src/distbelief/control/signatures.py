@@ -29,9 +29,8 @@ _HEAD = struct.Struct(f">BqQ{_START_BYTES}s")
 _HASH_BYTES = 32
 SIGNATURE_BYTES = _HEAD.size + _HASH_BYTES
 REMEMBERED = 100_000
-"""The most senders whose last stamp a verifier keeps. Only senders with a valid token take a place. Stamps are read
-from the senders' clocks: a process whose clock is hours behind is refused only if more senders than this came within
-them."""
+"""The most senders whose last stamp a verifier keeps. Only senders with a valid token take a place. Stamps come from
+the senders' clocks: a process whose clock is hours behind is refused only if more senders than this came meanwhile."""
 
 # Why a message is refused.
 UNSIGNED = "unsigned"

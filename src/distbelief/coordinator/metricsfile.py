@@ -23,6 +23,7 @@ import msgspec
 
 from distbelief.atomicfile import drafted
 from distbelief.errors import DistBeliefError
+from distbelief.steadyclock import CLOCK
 
 Record = dict[str, Any]
 File = BinaryIO | gzip.GzipFile
@@ -110,7 +111,7 @@ class MetricsFile:
         lost = f"{self._dropped} lines were dropped" if self._dropped else "no line was lost"
         text = f"{self.path} can be written again after {time.monotonic() - self._since:.0f} s; {lost}"
         self._trouble, self._dropped = "", 0
-        self.add({"kind": "notice", "text": f"the coordinator: {text}", "at": time.time()})
+        self.add({"kind": "notice", "text": f"the coordinator: {text}", "at": CLOCK.now()})
         return text
 
     def _rotate(self) -> None:

@@ -51,6 +51,8 @@ def test_the_other_forms() -> None:
     assert one("kill worker at 3s") == Fault("kill worker", when=When(3, "s"))
     assert one("join") == Fault("join")
     assert one("kill worker 0 at step 0").worker == 0
+    assert one("set clock back 3h at step 7") == Fault("set clock", when=When(7), by_s=-10_800)
+    assert one("set clock forward 90 min") == Fault("set clock", by_s=5400)
 
 
 def test_spaces_capitals_and_the_order_of_the_parts_do_not_matter() -> None:
@@ -66,6 +68,9 @@ def test_spaces_capitals_and_the_order_of_the_parts_do_not_matter() -> None:
         ("freeze coordinator", "coordinator", "write 'freeze worker'"),
         ("kill", "", "the end of the sentence cannot follow 'kill'"),
         ("slow worker 1", "", "'by' was expected, not the end of the sentence"),
+        ("set clock 3h", "3h", "'back' was expected, not '3h'"),
+        ("set clock back far", "far", "how far, as in 3h, was expected"),
+        ("set time back 3h", "time", "write 'set clock'"),
         ("slow worker 1 by 3", "3", "a factor above 1, as in 3x, was expected, not '3'"),
         ("slow worker 1 by 1x", "1x", "a factor above 1"),
         ("slow worker 1 by 3x every 2s", "", "needs an end"),
@@ -142,6 +147,7 @@ def fault_values(draw: st.DrawFn) -> Fault:
         draw(seconds) if kind in LASTING else None,
         draw(st.integers(11, 99)) / 10 if kind == "slow worker" else 1.0,
         draw(st.integers(1, 99)) if kind == "scale" else 0,
+        draw(st.integers(1, 99)) * draw(st.sampled_from([-3600, -1, 1, 3600])) if kind == "set clock" else 0.0,
     )
 
 
@@ -156,7 +162,7 @@ def test_random_schedules_are_valid_repeatable_and_cover_every_kind() -> None:
     assert texts == [random_schedule(seed, 4, 100, servers=2, readers=1) for seed in range(50)]
     assert len(set(texts)) > 40
     found = [parse(text) for text in texts]
-    assert {fault.kind for faults in found for fault in faults} == set(KINDS)
+    assert {fault.kind for faults in found for fault in faults} == set(KINDS) - {"set clock"}
     for faults in found:
         assert all(1 <= fault.when.amount <= 80 for fault in faults)
         assert all(fault.worker is None or fault.worker < 4 for fault in faults)

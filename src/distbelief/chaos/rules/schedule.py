@@ -16,7 +16,7 @@ from distbelief.errors import DistBeliefError
 
 WORKER_FAULTS = ("kill worker", "freeze worker", "slow worker", "cut worker", "leave worker", "kill reader")
 """The number in these sentences is a worker's."""
-KINDS = (*WORKER_FAULTS, "kill coordinator", "join", "scale", "kill server", "fill disk")
+KINDS = (*WORKER_FAULTS, "kill coordinator", "join", "scale", "kill server", "fill disk", "set clock")
 NUMBERED = (*WORKER_FAULTS, "kill server")
 """The kinds that may name a worker or a server."""
 LASTING = ("freeze worker", "slow worker", "cut worker", "fill disk")
@@ -27,6 +27,7 @@ kill worker [N] · freeze worker [N] · slow worker [N] by 3x · cut worker [N] 
 kill coordinator · join · scale to N · kill server [N] (of two parameter servers or more)
 kill reader [N] (of worker N, of a job whose data is a Dataset)
 fill disk for 5s (of a --run-dir on a small disk of its own)
+set clock back 3h · set clock forward 3h (of the run's processes, not of the machine; needs libfaketime)
 when: at step 40 · at 3s · every 40 steps · every 3s (left out: from the start)
 how long, for freeze, slow and cut: for 5s (left out: to the end)
 Sentences are parted by commas; without N, a worker or a server is chosen by --seed."""
@@ -67,10 +68,14 @@ class Fault:
     """slow: the worker gets 1/factor of its time."""
     count: int = 0
     """scale: the requested number of workers."""
+    by_s: float = 0.0
+    """set clock: forward; back if it is negative."""
 
     def __str__(self) -> str:
         what = f"scale to {self.count}" if self.kind == "scale" else self.kind
         words = [what, "" if self.worker is None else str(self.worker)]
+        if self.kind == "set clock":
+            words += ["back" if self.by_s < 0 else "forward", _time(abs(self.by_s))]
         words += [f"by {_number(self.factor)}x"] if self.kind == "slow worker" else []
         words += [str(self.when)] if self.when != START else []
         words += [] if self.for_s is None else [f"for {_number(self.for_s)}s"]
@@ -114,11 +119,11 @@ def check(faults: tuple[Fault, ...], workers: int, servers: int = 0) -> None:
             )
 
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min)")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|h)")
 _FACTOR = re.compile(r"(\d+(?:\.\d+)?)\s*x")
-_UNITS_S = {"ms": 1e-3, "s": 1.0, "min": 60.0}
+_UNITS_S = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 # A number and its unit are one word even with a space between them.
-_WORD = re.compile(r"\d+(?:\.\d+)?\s*(?:ms|s|min|x)\b|\S+")
+_WORD = re.compile(r"\d+(?:\.\d+)?\s*(?:ms|s|min|h|x)\b|\S+")
 
 
 class _Sentence:
@@ -133,19 +138,22 @@ class _Sentence:
     def fault(self) -> Fault:
         kind = self._kind()
         worker = int(self._take()) if kind in NUMBERED and self._peek().isdigit() else None
-        count, factor = 0, 1.0
+        count, factor, by_s = 0, 1.0, 0.0
         if kind == "scale":
             self._expect("to")
             count = self._whole("a number of workers")
         elif kind == "slow worker":
             self._expect("by")
             factor = self._factor()
+        elif kind == "set clock":
+            back = self._expect("back", "forward") == "back"
+            by_s = (-1 if back else 1) * self._duration("how far, as in 3h,")
         when, for_s = self._when_and_how_long(kind)
         if kind == "fill disk" and for_s is None:
             self._fail("a run on a full disk does not come to its end: for 5s", self._next)
         if kind == "slow worker" and when.every and for_s is None:
             self._fail("a worker that is slowed again and again needs an end: for 5s", self._next)
-        return Fault(kind, worker, when, for_s, factor, count)
+        return Fault(kind, worker, when, for_s, factor, count, by_s)
 
     def _kind(self) -> str:
         first = self._take()
@@ -207,10 +215,11 @@ class _Sentence:
             self._fail(f"{what} was expected, not {_shown(word)}")
         return int(word)
 
-    def _expect(self, *words: str) -> None:
+    def _expect(self, *words: str) -> str:
         word = self._take()
         if word not in words:
             self._fail(f"'{words[0]}' was expected, not {_shown(word)}")
+        return word
 
     def _peek(self) -> str:
         return self._words[self._next][0] if self._next < len(self._words) else ""
@@ -243,6 +252,14 @@ def _number(value: float) -> str:
     ('1000000', '2.5')
     """
     return str(int(value)) if value == int(value) else str(value)
+
+
+def _time(seconds: float) -> str:
+    """
+    >>> _time(10_800), _time(90)
+    ('3h', '90s')
+    """
+    return f"{_number(seconds / 3600)}h" if seconds % 3600 == 0 else f"{_number(seconds)}s"
 
 
 # --- which faults are due -----------------------------------------------------------------------------------------
