@@ -123,16 +123,19 @@ class _Lead:
                 self._observer.refresh()
             if agent.ended:
                 continue
-            if self._silence.is_too_long(now, agent.answered_at):
-                if self._silence.is_hopeless:
-                    self._agent.finish(HASTE_S)
-                    raise RunFailed(
-                        f"no coordinator has answered for {HOPELESS_S:.0f} s",
-                        hint=f"see {self._launch.run_dir}/logs/coordinator.log: is the disk full? "
-                        f"Then `distbelief resume {shlex.quote(str(self._launch.run_dir))}` goes on",
-                    )
+            is_silent = self._silence.is_too_long(now, agent.answered_at)
+            if not self._coordinator.serves():
+                self._silence.begin()
+            elif is_silent:
                 self._silence.begin()
                 self._coordinator.kill()
+            if self._silence.is_hopeless:
+                self._agent.finish(HASTE_S)
+                raise RunFailed(
+                    f"no coordinator has answered for {HOPELESS_S:.0f} s",
+                    hint=f"see {self._launch.run_dir}/logs/coordinator.log: is the disk full? "
+                    f"Then `distbelief resume {shlex.quote(str(self._launch.run_dir))}` goes on",
+                )
             if self._coordinator.has_ended():
                 self._coordinator_ended()
 
@@ -213,6 +216,9 @@ class RestartingCoordinator:
 
     def kill(self) -> None:
         self._process.kill()
+
+    def serves(self) -> bool:
+        return self._process.serves()
 
     def has_died(self) -> bool:
         """Whether the coordinator has ended although the run has not."""

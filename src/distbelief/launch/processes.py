@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -154,6 +155,7 @@ class CoordinatorProcess:
     def __init__(self, order: dict[str, Any], log: LogPipe) -> None:
         """`order`: run_dir, secret, config, and where to listen (see coordinator/__main__.py)."""
         self.started_at = time.monotonic()
+        self._has_answered = False
         with _named("the coordinator"):
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "distbelief.coordinator"],
@@ -175,10 +177,16 @@ class CoordinatorProcess:
         """The coordinator's address; waits until the coordinator reports it."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
+        self._has_answered = True
         answer = json.loads(line) if line else {"error": "the coordinator ended before it could serve"}
         if "error" in answer:
             raise DistBeliefError(answer["error"], hint=answer.get("hint", "see logs/coordinator.log"))
         return str(answer["address"])
+
+    def serves(self) -> bool:
+        """Whether the coordinator has started. It replays its journal first, and waits for room on a full disk."""
+        assert self._process.stdout is not None
+        return self._has_answered or bool(select.select([self._process.stdout], [], [], 0)[0])
 
     def ended(self) -> bool:
         return self._process.poll() is not None

@@ -153,15 +153,17 @@ def _generation(state: State, entry: Entry) -> State:
     start = msgspec.convert({**entry, "epoch": state.epoch}, m.StartGeneration)
     seats = {member.worker: rank for rank, member in enumerate(start.members)}
     spares = entry.get("spares", [])
-    for worker in state.seats.keys() - seats.keys() - set(spares):
-        if not state.workers[worker].gone:
-            state = _with(state, worker, left=True)  # a member is left out only once it does nothing more
+    for absent in state.seats.keys() - seats.keys() - set(spares):
+        if not state.workers[absent].gone:
+            state = _with(state, absent, left=True)  # a member is left out only once it does nothing more
     state = _arrived(state, [*seats, *spares])
-    for member in start.members:
-        facts = {"host": member.host, "pid": member.pid, "gpu": member.gpu}
-        state = _with(state, member.worker, **facts, ready=True, estranged=False)
+    workers = state.workers
+    for one in start.members:
+        worker = replace(workers[one.worker], host=one.host, pid=one.pid, gpu=one.gpu, ready=True, estranged=False)
+        workers = workers.set(one.worker, worker)
     return replace(
         state,
+        workers=workers,
         phase="training",
         generation=start.generation,
         start=start,
@@ -227,10 +229,11 @@ def resumed(state: State, strategy: str, now: float) -> dict[str, Any]:
 
 def _arrived(state: State, workers: Iterable[int]) -> State:
     """These workers are known, so they no longer count as starting."""
-    workers = list(workers)
-    for worker in workers:
-        state = _with(state, worker)
-    return replace(_numbered(state, workers), hired={w: at for w, at in state.hired.items() if w not in workers})
+    there = state.workers
+    for worker in (numbers := set(workers)):
+        there = there if worker in there else there.set(worker, Worker(worker))
+    hired = {worker: at for worker, at in state.hired.items() if worker not in numbers}
+    return replace(_numbered(state, numbers), workers=there, hired=hired)
 
 
 def _numbered(state: State, workers: Iterable[int]) -> State:

@@ -4,7 +4,7 @@ the time."""
 from __future__ import annotations
 
 SILENT_S = 10.0
-"""A coordinator that has not answered for this long is killed, and another one takes over."""
+"""A coordinator that serves and has not answered for this long is killed, and another one takes over."""
 HOPELESS_S = 300.0
 """If no coordinator has answered for this long, the run ends: without one, members end after this time too."""
 LOOK_S = 1.0
