@@ -9,7 +9,7 @@ import os
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -30,6 +30,7 @@ from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.dataparallel.strategy import AllReduce
 from distbelief.strategies.flatmodel.afterupdate import parameter_functions
 from distbelief.strategies.flatmodel.compute import ShardComputer, make_model
+from distbelief.strategies.flatmodel.independence import require_no_rows_of_samples
 from distbelief.strategies.flatmodel.layout import lay_out, trainable
 from distbelief.strategies.flatmodel.namedtensors import frozen, set_frozen
 from distbelief.strategies.flatmodel.rules.stepwork import slots_needed
@@ -82,7 +83,10 @@ class PreparedModel(ABC):
         }
 
     def canary(self, fetch: Fetch) -> str:
-        return self._computer.canary(*fetch(0, 0, 1))
+        batch, samples = fetch(0, 0, 1)
+        if max(self._schedule.shards, self.shards) > 1:
+            require_no_rows_of_samples(self.model, partial(self._computer.look, samples=samples), batch, samples)
+        return self._computer.canary(batch, samples)
 
     @cached_property
     def parameters(self) -> int:
