@@ -96,8 +96,8 @@ def as_source(data: Any, collate: Collate | None = None, *, usual: Collate | Non
     if collate is not None and isinstance(source, InMemory):
         raise JobError(
             "the collate function would never be called: the data are tensors in memory",
-            hint="give a data set such as torch.utils.data.TensorDataset(x, y), whose samples are collated, or leave "
-            "the function out",
+            hint="leave the function out, or give a data set that is read sample by sample, for example "
+            "torch.utils.data.TensorDataset(x, y)",
         )
     if len(source) == 0:
         raise JobError("the data set is empty")

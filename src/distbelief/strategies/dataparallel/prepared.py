@@ -9,7 +9,7 @@ import os
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.dataparallel.strategy import AllReduce
 from distbelief.strategies.flatmodel.afterupdate import parameter_functions
 from distbelief.strategies.flatmodel.compute import Rehearsal, ShardComputer, make_model
+from distbelief.strategies.flatmodel.independence import require_no_rows_of_samples
 from distbelief.strategies.flatmodel.layout import lay_out, trainable
 from distbelief.strategies.flatmodel.namedtensors import frozen, set_frozen
 from distbelief.strategies.flatmodel.rules.stepwork import slots_needed
@@ -85,13 +86,21 @@ class PreparedModel(ABC):
         }
 
     def canary(self, fetch: Fetch) -> str:
-        return self._rehearse(*fetch(*CANARY)).fingerprint()
+        batch, samples = fetch(*CANARY)
+        self._require_no_rows_of_samples(batch, samples)
+        return self._rehearse(batch, samples).fingerprint()
 
     def checked_canary(self, fetch: Fetch) -> Checked:
-        return check_purity(self._computer, self._rehearse, fetch)
+        found = check_purity(self._computer, self._rehearse, fetch)
+        self._require_no_rows_of_samples(*fetch(*CANARY))
+        return found
 
     def _rehearse(self, batch: Any, samples: int) -> Rehearsal:
         return self._computer.rehearse(batch, samples)
+
+    def _require_no_rows_of_samples(self, batch: Any, samples: int) -> None:
+        if max(self._schedule.shards, self.shards) > 1:
+            require_no_rows_of_samples(self.model, partial(self._computer.look, samples=samples), batch, samples)
 
     @cached_property
     def parameters(self) -> int:

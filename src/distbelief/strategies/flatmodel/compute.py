@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,8 @@ from distbelief.instrument import Instrument
 from distbelief.job import Job
 from distbelief.shards import shard_seed
 from distbelief.strategies.flatmodel.capture import GradientCapture, placeable
-from distbelief.strategies.flatmodel.layout import Layout, trainable
+from distbelief.strategies.flatmodel.independence import require_no_sync_batch_norm
+from distbelief.strategies.flatmodel.layout import Layout, float_buffers, trainable
 from distbelief.strategies.flatmodel.onednn import multiply_as_asked
 from distbelief.strategies.tables.embedding import settle, tables_of
 from distbelief.strategies.tables.rowgradients import RowGradients
@@ -48,6 +49,7 @@ def make_model(job: Job, device: torch.device) -> torch.nn.Module:
         raise JobError(f"`model` made a {type(model).__name__}, not a torch.nn.Module")
     model = model.to(device)
     settle(model)
+    require_no_sync_batch_norm(model)
     if device.type == "cpu":
         multiply_as_asked(job, model)
     if not trainable(model):
@@ -261,6 +263,27 @@ class ShardComputer:
         else:
             yield
 
+    def look(
+        self, batch: Any, begin: Mapping[str, torch.Tensor], samples: int
+    ) -> tuple[float, dict[str, torch.Tensor]]:
+        """Forward pass and loss of shard 0 of step 0, without a trace. `begin`: float buffers to begin with, where they
+        are not the model's. Returns the loss, and the float buffers afterwards."""
+        before = [live.clone() for live in self._live_tiles]
+        try:
+            seed_everything(shard_seed(self.job.seed, 0, 0))
+            self.restore_buffers(before)
+            named = dict(float_buffers(self.model))
+            for name, value in begin.items():
+                named[name].copy_(value)
+            with self.forward_context():
+                args, kwargs, target = split_batch(move(batch, self.device))
+                total, _ = loss_sum(self.job.loss(self.forward(*args, **kwargs), target), samples)
+            self._rebind_buffers()
+            after = {name: buffer.detach().clone() for name, buffer in float_buffers(self.model)}
+            return float(total.detach()), after
+        finally:
+            self.restore_buffers(before)
+
     def rehearse(self, batch: Any, samples: int, seed: int | None = None) -> Rehearsal:
         """One shard, as a test; `seed`: that of shard 0 of step 0. The model and its buffers stay unchanged."""
         slot = memory_on(self.device, self.layout.size_bytes)
@@ -301,7 +324,12 @@ class ShardComputer:
             present = module._buffers[key]
             if present is not tensor and present is not None:
                 if present.shape != tensor.shape:
-                    raise JobError(f"the model's buffer '{key}' changed its shape while training")
+                    raise JobError(
+                        f"the model's buffer '{key}' changed its shape while training, from {tuple(tensor.shape)} to "
+                        f"{tuple(present.shape)}",
+                        hint="buffers are averaged over the shards of a step: a value for every sample of a batch does "
+                        "not belong into a buffer",
+                    )
                 tensor.copy_(present)
                 module._buffers[key] = tensor
 

@@ -21,6 +21,7 @@ from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Loop, Replica, Seat, ServerLink, nothing_saved
 from distbelief.strategies.flatmodel.afterupdate import parameter_functions
+from distbelief.strategies.flatmodel.independence import require_no_sync_batch_norm
 from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.strategies.mesh.cut.cutting import Blueprint, measure
@@ -83,6 +84,7 @@ class PreparedMesh:
         self._deferred = make_deferred((lambda: given) if isinstance(given, torch.nn.Module) else given, job.seed)
         self.model = self._deferred.model.train()
         settle(self.model)
+        require_no_sync_batch_norm(self.model)
         if not trainable(self.model):
             raise JobError("the model has no trainable parameters")
         self._job = job
