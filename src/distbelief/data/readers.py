@@ -28,7 +28,7 @@ import numpy as np
 from distbelief.controlgroups import why_fork_failed
 from distbelief.data.parcel import post, receive
 from distbelief.data.readerparent import ParentDied, ReaderParent
-from distbelief.data.reading import Failure, Request, listed
+from distbelief.data.reading import Begun, Failure, Request, listed
 from distbelief.data.rules.readerdeaths import Deaths, Forks
 from distbelief.data.sources import MapStyle, Samples
 from distbelief.errors import DistBeliefError
@@ -63,6 +63,8 @@ class _Reader:
     connection: socket.socket
     in_hand: deque[_Order] = field(default_factory=deque)
     """Requests in the order of their answers; a reader answers one after the other."""
+    has_begun: bool = False
+    """Whether it reads the first of them. A reader may be killed, and dead, before its request reaches it."""
 
 
 class Readers:
@@ -243,7 +245,11 @@ class Readers:
                 return False
             except Exception as error:
                 answer = Failure(f"a batch could not be unpacked: {type(error).__name__}: {error}", "")
+            if isinstance(answer, Begun):
+                reader.has_begun = True
+                continue
             order = reader.in_hand.popleft()
+            reader.has_begun = False
             self._deaths = self._deaths.answered(order.request.samples)
             if order.wanted:
                 self._finished[order.key] = answer
@@ -255,7 +261,7 @@ class Readers:
         except ParentDied:
             self._lost()
             return
-        reading = reader.in_hand[0].request.samples if reader.in_hand else np.empty(0, np.int64)
+        reading = reader.in_hand[0].request.samples if reader.has_begun else np.empty(0, np.int64)
         guilty = self._deaths.guilty(reading.tolist())
         self._deaths = self._deaths.died(reading.tolist())
         last = f"reader process {reader.pid} {ended}"
@@ -268,7 +274,9 @@ class Readers:
             text = f"{self._deaths.idle} readers of the data set {self._data_set} died in a row, reading nothing"
             self._dead = self._dead or ReaderError(f"{text}; the last: {last}", hint=hint)
         else:
-            doing = f"while reading {listed(reading)}; another one reads them again" if reader.in_hand else "while idle"
+            doing = (
+                f"while reading {listed(reading)}; another one reads them again" if reader.has_begun else "while idle"
+            )
             _say(f"{last} {doing}")
         for order in reversed(reader.in_hand):
             if order.wanted:

@@ -36,6 +36,11 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """A message before each answer: from now on, if the reader dies, it died while reading this request."""
+
+
+@dataclass(frozen=True)
 class Failure:
     """An answer instead of a batch: the data set's code raised an exception."""
 
@@ -49,6 +54,7 @@ def serve(source: MapStyle, seed: int, connection: socket.socket, parent: int) -
         _settle(parent)
         while True:
             request: Request = receive(connection)
+            post(connection, Begun())
             batch = read(source, seed, request)
             sys.stdout.flush()  # a reader ends by SIGKILL, so output of user code must not stay in a buffer
             sys.stderr.flush()

@@ -344,6 +344,21 @@ def test_killed_readers_are_replaced_and_the_batches_have_the_same_bits(processe
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_readers_that_die_before_they_have_begun_are_no_fault_of_the_samples() -> None:
+    """They are killed one after the other, each with the request in its socket."""
+    with readers(lambda sample: sample, processes=2) as r:
+        first = r.pids
+        for pid in first:
+            os.kill(pid, signal.SIGSTOP)
+        r.request((0, 0), 0, samples(1, 2))
+        for pid in first:
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda pid=pid: not is_running(pid))
+            r.forget(lambda key: True)
+        assert r.take((0, 0)).tolist() == [1, 2]
+        assert not set(r.pids) & set(first)
+
+
 def test_readers_of_one_data_set_die_with_their_parent_which_says_so() -> None:
     with readers(lambda sample: sample, processes=2) as r:
         pids = r.pids
