@@ -12,12 +12,9 @@ import typer
 
 from distbelief import __version__
 from distbelief.cli.attach import attach, stop
-from distbelief.cli.average import average
+from distbelief.cli.byhand import coordinator, worker
 from distbelief.cli.chaos import chaos
-from distbelief.cli.checkpoint import checkpoint
-from distbelief.cli.coordinator import coordinator
 from distbelief.cli.doctor import doctor
-from distbelief.cli.export import export
 from distbelief.cli.failures import Commands
 from distbelief.cli.keys import keys
 from distbelief.cli.kv import kv
@@ -25,11 +22,11 @@ from distbelief.cli.new import new
 from distbelief.cli.profile import profile
 from distbelief.cli.replay import replay
 from distbelief.cli.resume import resume
-from distbelief.cli.scale import scale
+from distbelief.cli.running import checkpoint, scale
 from distbelief.cli.slurm import slurm
 from distbelief.cli.train import train
 from distbelief.cli.verify import verify
-from distbelief.cli.worker import worker
+from distbelief.cli.weights import average, export
 
 app = typer.Typer(
     cls=Commands,
