@@ -19,7 +19,7 @@ def long_run(workers: int, deaths: int) -> Iterator[dict]:
     run.started(*range(workers))
     now, step = 1.0, 0
     for _ in range(deaths):
-        now, step = now + 10.0, step + 1
+        now, step = now + 100.0, step + 1  # seldom enough for a replacement at once
         committed = report(step - 1, generation=run.state.generation)
         run.beat(run.members[0], step=step, reports=[committed], now=now)
         run.arrive(*hired(run.kill(run.members[-1], now=now)), now=now + 1.0)
