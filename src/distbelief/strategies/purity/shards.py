@@ -118,8 +118,9 @@ class _Check:
         if found:
             return hidden(found)
         differing = [name for name, one in self._outcome[1].items() if again[1].get(name) != one]
+        gradients = [name for name in differing if name not in self._buffers]
         suspects = [one.name for _, one in changed if one.kind != "tensor"]
-        return [unexplained(differing, suspects, again[0] != self._outcome[0])]
+        return [unexplained(gradients, [name for name in differing if name in self._buffers], suspects)]
 
     def _proven(self, changed: Sequence[tuple[Place, Hidden]]) -> list[Hidden]:
         """The state without whose restoration A has another result, although everything else is put back."""

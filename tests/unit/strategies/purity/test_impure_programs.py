@@ -264,6 +264,20 @@ def test_hidden_state_is_named_with_the_way_out(name: str) -> None:
     assert way_out in found[0].way_out
 
 
+def test_of_a_buffer_that_cannot_be_pinned_down_the_name_is_said() -> None:
+    class Timed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("token", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.token.fill_(int.from_bytes(os.urandom(2)))
+            return super().forward(x)
+
+    (found,) = check(job_of(Timed))
+    assert found.what == "the same shard, computed again, gave another value of the buffer `token`"
+
+
 def test_what_cannot_be_pinned_down_is_said_honestly() -> None:
     (found,) = check(job_of(Net, loss=sometimes_loss))
     assert found.what == "the same shard, computed again, gave another gradient of `enter.weight` and 3 more"

@@ -115,7 +115,7 @@ def _verb(one: Hidden) -> str:
     if one.kind == "generator":
         return "draws other numbers each time"
     where = "the loss" if one.in_loss else "forward"
-    return f"changes in {where}, and the gradients depend on it"
+    return f"changes in {where}, and the result depends on it"
 
 
 def _way_out(one: Hidden) -> str:
@@ -143,15 +143,15 @@ def _way_out(one: Hidden) -> str:
     )
 
 
-def unexplained(differing: Sequence[str], changed: Sequence[str], is_loss: bool) -> Impurity:
-    """`differing`: what differed between two computations of one shard, in the model's order; `changed`: Python state
-    that changed meanwhile, and whose restoration did not help."""
+def unexplained(gradients: Sequence[str], buffers: Sequence[str], changed: Sequence[str]) -> Impurity:
+    """`gradients`, `buffers`: what differed between two computations of one shard, in the model's order; `changed`:
+    Python state that changed meanwhile, and whose restoration did not help."""
     what = "the same shard, computed again, gave "
-    if differing:
-        others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-        what += f"another gradient of `{differing[0]}`{others}"
+    if gradients:
+        others = f" and {len(gradients) - 1} more" if len(gradients) > 1 else ""
+        what += f"another gradient of `{gradients[0]}`{others}"
     else:
-        what += "another loss" if is_loss else "another result"
+        what += f"another value of the buffer `{buffers[0]}`" if buffers else "another loss"
     if changed:
         what += (
             f" ({_listed(changed)} changed meanwhile; with {'it' if len(changed) == 1 else 'them'} put back it did too)"

@@ -60,21 +60,23 @@ def test_hidden_state_is_a_buffer_or_a_global_generator_or_no_state() -> None:
     assert generator.what == "`noise.draws` (a Python attribute of Noise) draws other numbers each time"
     assert "seeded for each shard" in generator.way_out
     assert counter.what == (
-        "`encoder.calls` (a Python attribute of Encoder) changes in forward, and the gradients depend on it"
+        "`encoder.calls` (a Python attribute of Encoder) changes in forward, and the result depends on it"
     )
     assert "`register_buffer`" in counter.way_out
     assert "must begin anew in each batch" in carried.way_out
-    assert loss.what.endswith("changes in the loss, and the gradients depend on it")
+    assert loss.what.endswith("changes in the loss, and the result depends on it")
     assert "a function of output and target" in loss.way_out
 
 
 def test_what_is_not_explained_names_what_differed() -> None:
-    assert unexplained(["a", "b"], [], True).what == (
+    assert unexplained(["a", "b"], ["mean"], []).what == (
         "the same shard, computed again, gave another gradient of `a` and 1 more"
     )
-    assert unexplained([], [], True).what == "the same shard, computed again, gave another loss"
-    assert unexplained([], [], False).what == "the same shard, computed again, gave another result"
-    assert unexplained(["a"], ["calls"], False).what == (
+    assert (
+        unexplained([], ["mean"], []).what == "the same shard, computed again, gave another value of the buffer `mean`"
+    )
+    assert unexplained([], [], []).what == "the same shard, computed again, gave another loss"
+    assert unexplained(["a"], [], ["calls"]).what == (
         "the same shard, computed again, gave another gradient of `a` (`calls` changed meanwhile; with it put back it "
         "did too)"
     )
