@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import traceback
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -20,6 +21,8 @@ from distbelief.errors import JobError, StepCodeError
 from distbelief.job import Job
 from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.tables.embedding import tables_of
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,14 @@ def parameter_functions(job: Job, model: torch.nn.Module) -> Functions:
         return {}
     found = _matched(job, model)
     first = _tried(found, model)
-    for (number, one), sum_ in _tried(found, model).items():
+    with _disturbed(model):
+        second = _tried(found, model)
+    for (number, one), sum_ in second.items():
         if first[number, one] != sum_:
             raise JobError(
                 f"{one} gave two results for one value of '{one.parameter}'",
-                hint="it must be a function of the parameter's value alone, without counters and random numbers: a "
-                "step that a death interrupts is repeated, and must give the same bits",
+                hint="it must be a function of the parameter's value alone, without counters, random numbers and other "
+                "parameters, which other workers update meanwhile: a repeated step must give the same bits",
             )
     return found
 
@@ -134,6 +139,25 @@ def _tried(found: Functions, model: torch.nn.Module) -> dict[tuple[int, Paramete
                     hint="a function of `after_update` changes one parameter: write one for each",
                 )
     return sums
+
+
+@contextmanager
+def _disturbed(model: torch.nn.Module) -> Iterator[None]:
+    """Give all floating-point tensors of the model other values in this block, so that a function that reads them gives
+    another result."""
+    bits = [
+        (tensor.detach().view(kind), torch.tensor(0.5, dtype=tensor.dtype, device=tensor.device).view(kind))
+        for tensor in (*model.parameters(), *model.buffers())
+        if tensor.is_floating_point() and not tensor.is_meta and 0 not in tensor.stride()
+        for kind in [_INTEGERS[tensor.element_size()]]
+    ]
+    try:
+        for value, half in bits:
+            value.bitwise_xor_(half)  # exactly undone below; zeros become 0.5
+        yield
+    finally:
+        for value, half in reversed(bits):
+            value.bitwise_xor_(half)
 
 
 def _made(parameter: torch.nn.Parameter, number: int) -> torch.Tensor:

@@ -168,6 +168,19 @@ def test_an_impure_function_is_refused_with_its_name(function: Function) -> None
         found(job_of(**{"generator.*": clip, "critic.*": function}))
 
 
+@pytest.mark.parametrize("read", ["generator.weight", "seen", "idle"])
+def test_a_function_that_reads_another_tensor_is_refused_and_the_model_keeps_its_bits(read: str) -> None:
+    """The other tensor may be updated already, or not yet."""
+    model = Gan().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    with pytest.raises(JobError, match=r"gave two results for one value of 'critic.bias'") as caught:
+        found(job_of(model, critic__bias=lambda p: p.add_(tensors[read].norm())))
+    assert "other parameters" in caught.value.hint
+    assert found(job_of(model, critic__bias=clip))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+
+
 @pytest.mark.parametrize("name", ["idle", "frozen.bias", "seen", "critic.weight"])
 @pytest.mark.parametrize("way", ["in place", "data"])
 def test_a_function_that_writes_to_another_tensor_is_refused_with_both_names(name: str, way: str) -> None:
