@@ -36,8 +36,8 @@ def test_a_damaged_journal_is_set_aside_and_the_run_goes_on(start: Start, distbe
     assert "it is kept as journal-damaged-1.jsonl, and the run goes on from the checkpoint of step 20" in outcome.stderr
     assert (run_dir / "journal-damaged-1.jsonl").read_bytes() == damaged
     kept = read_journal(run_dir / "journal.jsonl")
-    assert [one["kind"] for one in kept if one["kind"] in ("set_aside", "loaded", "ended")] == [
-        *("set_aside", "loaded", "ended")
+    assert [one["kind"] for one in kept if one["kind"] in ("damaged", "loaded", "ended")] == [
+        *("damaged", "loaded", "ended")
     ]
     generations = [one["generation"] for one in kept if one["kind"] == "generation"]
     assert min(generations) == 2, "no number is used again"

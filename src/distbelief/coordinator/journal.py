@@ -2,9 +2,9 @@
 
 A record is a flat JSON object whose last key is the CRC-32 of the object without it. A record counts once its line feed
 is on disk. A crash during an append leaves a torn last line, which is cut off; any other damage is an error, and
-`set_aside` begins a new journal with the records before it. A lock on a sibling file is held while the journal is open.
-This module knows nothing of what records mean: see rules/replay.py. The journal is not compacted, because it holds
-decisions only (docs/decisions/0021-the-journal-is-not-compacted.md).
+`replace_damaged` begins a new journal with the records before it. A lock on a sibling file is held while the journal
+is open. This module knows nothing of what records mean: see rules/replay.py. The journal is not compacted, because it
+holds decisions only (docs/decisions/0021-the-journal-is-not-compacted.md).
 
 Records have no version. `replay` ignores kinds that it does not know, and reads all kinds of earlier releases, so a run
 directory of an earlier release can be resumed. A record of a known kind that lacks a needed field is refused with one
@@ -141,7 +141,7 @@ def _lock(path: Path) -> int:
     return fd
 
 
-def set_aside(path: Path) -> Path:
+def replace_damaged(path: Path) -> Path:
     """Rename a damaged journal, and begin another one with its records before the damage. Returns the new name.
 
     The last record of the new journal says which numbers are taken, so that none is used again.
@@ -151,25 +151,25 @@ def set_aside(path: Path) -> Path:
         data = path.read_bytes()
         whole = list(itertools.takewhile(lambda entry: entry is not None, map(_decode, data.split(b"\n"))))
         free_names = (path.with_name(f"{path.stem}-damaged-{number}.jsonl") for number in itertools.count(1))
-        aside = next(name for name in free_names if not name.exists())
+        kept = next(name for name in free_names if not name.exists())
         note = {
-            "kind": "set_aside",
+            "kind": "damaged",
             "epoch": _highest(data, b"epoch"),
             "at": time.time(),
-            "reason": f"the record in line {len(whole) + 1} of {aside.name} is damaged",
+            "reason": f"the record in line {len(whole) + 1} of {kept.name} is damaged",
             "generation": _highest(data, b"generation"),
             "next_worker": 1 + _highest(data, b"workers?"),
             "next_server": 1 + _highest(data, b"servers?"),
         }
-        path.rename(aside)
+        path.rename(kept)
         replace_file(path, b"".join(_encode(entry) for entry in [*whole, note] if entry))
         force_to_disk(path)
         force_to_disk(path.parent)
     except OSError as error:
-        raise _cannot("set aside", path, error) from error
+        raise _cannot("rename", path, error) from error
     finally:
         os.close(lock_fd)
-    return aside
+    return kept
 
 
 def _highest(data: bytes, name: bytes) -> int:

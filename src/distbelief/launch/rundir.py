@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from distbelief.coordinator.journal import NO_LOCKS, JournalDamaged, set_aside
+from distbelief.coordinator.journal import NO_LOCKS, JournalDamaged, replace_damaged
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.errors import DistBeliefError, JobError, RunFailed, RunInterrupted
 from distbelief.launch.pollloop import Signals
@@ -53,7 +53,7 @@ def _never_began(run_dir: Path, names: Iterable[str]) -> bool:
 
 
 def mend_journal(run_dir: Path, checkpoints: str) -> str:
-    """Set a damaged journal aside, if the run can go on from a checkpoint. Returns a notice, or "" if it is whole."""
+    """Put a damaged journal away, if the run can go on from a checkpoint. Returns a notice, or "" if it is whole."""
     path = run_dir / "journal.jsonl"
     try:
         if path.exists():
@@ -67,9 +67,9 @@ def mend_journal(run_dir: Path, checkpoints: str) -> str:
             error.hint = "restore the file, or start in a new run directory: there is no sound checkpoint to go on from"
             raise
         check_idle(run_dir)
-        aside = set_aside(path)
+        kept = replace_damaged(path)
         return (
-            f"{error.message}: it is kept as {aside.name}, and the run goes on from the checkpoint of step {sound.step}"
+            f"{error.message}: it is kept as {kept.name}, and the run goes on from the checkpoint of step {sound.step}"
         )
 
 

@@ -162,12 +162,12 @@ def test_a_damaged_journal_is_set_aside_and_no_number_of_it_is_used_again(tmp_pa
         journal.append({"kind": "servers_hired", "servers": [3], "reason": "x"})
     damaged = path.read_bytes().replace(b"damaged later", b"damaged LATER")
     path.write_bytes(damaged)
-    aside = j.set_aside(path)
-    assert (aside.name, aside.read_bytes()) == ("journal-damaged-1.jsonl", damaged)
+    kept = j.replace_damaged(path)
+    assert (kept.name, kept.read_bytes()) == ("journal-damaged-1.jsonl", damaged)
     first, hired, note = j.read(path)
     assert (first["kind"], hired["workers"]) == ("epoch", [0, 1])
     assert {name: note[name] for name in ("kind", "epoch", "generation", "next_worker", "next_server")} == {
-        "kind": "set_aside",
+        "kind": "damaged",
         "epoch": 4,
         "generation": 9,
         "next_worker": 8,
