@@ -1,7 +1,7 @@
 """Fills a small file system that a run has for itself, and frees it again.
 
 Only such a disk is filled: other programs of the machine must not lose theirs. So it is a mount of its own, of at most
-a gibibyte, and not a folder that every program uses.
+a gibibyte, and no mount that every program uses.
 """
 
 from __future__ import annotations

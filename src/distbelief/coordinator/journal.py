@@ -2,8 +2,8 @@
 
 A record is a flat JSON object whose last key is the CRC-32 of the object without it. A record counts once its line feed
 is on disk. A crash during an append leaves a torn last line, which is cut off; any other damage is an error, and
-`replace_damaged` begins a new journal with the records before it. A lock on a sibling file is held while the journal is
-open. This module knows nothing of what records mean: see rules/replay.py. The journal is not compacted, because it
+`replace_damaged` begins a new journal with the records before it. A lock on a sibling file is held while the journal
+is open. This module knows nothing of what records mean: see rules/replay.py. The journal is not compacted, because it
 holds decisions only (docs/decisions/0021-the-journal-is-not-compacted.md).
 
 Records have no version. `replay` ignores kinds that it does not know, and reads all kinds of earlier releases, so a run
@@ -153,7 +153,7 @@ def replace_damaged(path: Path) -> Path:
         free_names = (path.with_name(f"{path.stem}-damaged-{number}.jsonl") for number in itertools.count(1))
         kept = next(name for name in free_names if not name.exists())
         note = {
-            "kind": "replaced",
+            "kind": "damaged",
             "epoch": _highest(data, b"epoch"),
             "at": CLOCK.now(),
             "reason": f"the record in line {len(whole) + 1} of {kept.name} is damaged",
@@ -166,7 +166,7 @@ def replace_damaged(path: Path) -> Path:
         force_to_disk(path)
         force_to_disk(path.parent)
     except OSError as error:
-        raise _cannot("set aside", path, error) from error
+        raise _cannot("rename", path, error) from error
     finally:
         os.close(lock_fd)
     return kept

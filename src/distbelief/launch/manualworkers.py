@@ -111,7 +111,7 @@ class ManualWorkers:
 
 
 def local_folder(secret: bytes) -> Path:
-    """Where the socket is if it cannot be in the run directory: its name follows from the run's secret."""
+    """Where the socket is if it cannot be in the run directory. Its name follows from the secret."""
     return Path(tempfile.gettempdir()) / f"distbelief-{hashlib.blake2b(secret, digest_size=12).hexdigest()}"
 
 

@@ -122,7 +122,8 @@ class LogPipe:
             if self._lost_bytes:
                 self._file.write(f"\n... {self._lost_bytes} bytes are missing: the disk was full\n".encode())
                 self._lost_bytes = 0
-            self._file.write(data)
+            while data:  # a disk that becomes full may take a part
+                data = data[self._file.write(data) :]
         except OSError as error:
             if not self._lost_bytes:
                 self._show(self._source, f"its log {self._path} cannot be written: {error.strerror}")

@@ -63,7 +63,7 @@ def _never_began(run_dir: Path, names: Iterable[str]) -> bool:
 
 
 def mend_journal(run_dir: Path, checkpoints: str) -> str:
-    """Set a damaged journal aside, if the run can go on from a checkpoint. Returns a notice, or "" if it is whole."""
+    """Put a damaged journal away, if the run can go on from a checkpoint. Returns a notice, or "" if it is whole."""
     path = run_dir / "journal.jsonl"
     try:
         if path.exists():

@@ -50,6 +50,7 @@ def test_the_other_forms() -> None:
     assert one("kill worker every 40 steps") == Fault("kill worker", when=When(40, every=True))
     assert one("kill worker at 3s") == Fault("kill worker", when=When(3, "s"))
     assert one("join") == Fault("join")
+    assert one("fill disk at step 4 for 2s") == Fault("fill disk", when=When(4), for_s=2)
     assert one("kill worker 0 at step 0").worker == 0
     assert one("set clock back 3h at step 7") == Fault("set clock", when=When(7), by_s=-10_800)
     assert one("set clock forward 90 min") == Fault("set clock", by_s=5400)
@@ -67,6 +68,7 @@ def test_spaces_capitals_and_the_order_of_the_parts_do_not_matter() -> None:
         ("kill wroker 2", "wroker", "write 'kill worker' or 'kill reader' or 'kill coordinator'"),
         ("freeze coordinator", "coordinator", "write 'freeze worker'"),
         ("kill", "", "the end of the sentence cannot follow 'kill'"),
+        ("fill disk at step 4", "", "a run on a full disk does not come to its end: for 5s"),
         ("slow worker 1", "", "'by' was expected, not the end of the sentence"),
         ("set clock 3h", "3h", "'back' was expected, not '3h'"),
         ("set clock back far", "far", "how far, as in 3h, was expected"),
@@ -162,7 +164,7 @@ def test_random_schedules_are_valid_repeatable_and_cover_every_kind() -> None:
     assert texts == [random_schedule(seed, 4, 100, servers=2, readers=1) for seed in range(50)]
     assert len(set(texts)) > 40
     found = [parse(text) for text in texts]
-    assert {fault.kind for faults in found for fault in faults} == set(KINDS) - {"set clock"}
+    assert {fault.kind for faults in found for fault in faults} == {*KINDS} - {"fill disk", "set clock"}
     for faults in found:
         assert all(1 <= fault.when.amount <= 80 for fault in faults)
         assert all(fault.worker is None or fault.worker < 4 for fault in faults)

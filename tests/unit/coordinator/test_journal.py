@@ -167,7 +167,7 @@ def test_a_damaged_journal_is_replace_damaged_and_no_number_of_it_is_used_again(
     first, hired, note = j.read(path)
     assert (first["kind"], hired["workers"]) == ("epoch", [0, 1])
     assert {name: note[name] for name in ("kind", "epoch", "generation", "next_worker", "next_server")} == {
-        "kind": "replaced",
+        "kind": "damaged",
         "epoch": 4,
         "generation": 9,
         "next_worker": 8,

@@ -114,7 +114,7 @@ def _after(state: State, entry: Entry, now: float) -> State:
             return replace(state, fleet=replace(fleet, lost_at=left, pauses=(*fleet.pauses, entry["pause_s"])))
         case "servers_scaled":
             return replace(state, fleet=retargeted(state.fleet, entry["target"], entry["dropped"]))
-        case "replaced":  # the journal was damaged after the records before this one
+        case "damaged":  # the journal was damaged after the records before this one
             next_server = max(state.fleet.next_server, entry["next_server"])
             generation = max(state.generation, entry["generation"])
             state = replace(state, generation=generation, fleet=replace(state.fleet, next_server=next_server))
