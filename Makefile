@@ -37,9 +37,9 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml $(CONSTRAINTS)
 	$(COMPILE)
 	@touch $(VENV)/.core $@  # it is more than the core
 
-# Other people's launchers, for tests that are skipped without them. As root, on Debian and its kin.
+# Other people's launchers, and false clocks, for tests that are skipped without them. As root, on Debian and its kin.
 launchers:
-	apt-get install -y --no-install-recommends slurm-wlm
+	apt-get install -y --no-install-recommends slurm-wlm libfaketime
 
 demo: setup
 	$(BIN)/distbelief train examples/digits.py --workers 2
