@@ -106,6 +106,7 @@ def test_hosts_join_the_run_again_after_its_leader_was_killed(start: Start, tmp_
         outcome = host.wait()
         assert (outcome.status, "this host joins it" in outcome.stdout) == (0, True), outcome
         assert "the run is over: completed" in outcome.stdout
+        assert outcome.stdout.count("takes part in") == 2, "with the parcel of the killed leader it would join thrice"
     log = (run_dir / "logs" / "coordinator.log").read_text()
     assert "of another start with the same key, and is told to join again" in log
     assert "refused" not in log

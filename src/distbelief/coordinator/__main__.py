@@ -110,16 +110,27 @@ def _run(order: Order, engine: EngineLink) -> int:
                 _answer({"address": address, "epoch": journal.epoch})
                 server = edge.Server(
                     *(socket, limit, journal, metrics, authority.verifier(), state),
-                    parcel=lambda: _parcel(run_dir),
+                    parcel=lambda: _parcel(run_dir, order.start),
                     refusals=refusals,
                 )
                 return edge.serve(server, engine)
 
 
-def _parcel(run_dir: Path) -> bytes:
-    """The bytes that the launching process has prepared for agents of other hosts."""
-    with contextlib.suppress(OSError):
-        return (run_dir / "parcel.bin").read_bytes()
+class _ParcelHead(Struct, frozen=True):
+    """The field of a parcel (launch/parcel.py) that the coordinator reads."""
+
+    start: str
+
+
+def _parcel(run_dir: Path, start: str) -> bytes:
+    """The bytes that the launching process has prepared for agents of other hosts; b"": they are not ready.
+
+    A parcel of another start, whose launching process was killed, would make agents of that start.
+    """
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        content = (run_dir / "parcel.bin").read_bytes()
+        if msgspec.msgpack.decode(content, type=_ParcelHead).start == start:
+            return content
     return b""
 
 
