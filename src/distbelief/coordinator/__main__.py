@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Authority
-from distbelief.control.messages import SECRET_BYTES
+from distbelief.control.messages import LEADER_GONE, SECRET_BYTES
 from distbelief.control.signatures import Refusals
 from distbelief.coordinator import client
 from distbelief.coordinator import server as edge
@@ -74,7 +74,7 @@ class EngineLink:
             return "SIGTERM"
         waiting, _, _ = select.select([self._fd], [], [], 0)
         if waiting and not os.read(self._fd, 4096):
-            return "the process that started the run is gone"
+            return LEADER_GONE
         return ""
 
 
