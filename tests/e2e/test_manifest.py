@@ -55,18 +55,19 @@ def test_the_coordinators_pod_moves_and_a_workers_pod_is_replaced(start: Start, 
     with Lab(4) as lab:
 
         def pod(host: int, command: str) -> Run:
-            """The test's command line is a pod's container; only the arguments of `Run` are ours."""
+            """A container, which is started again as long as it fails."""
+            command = f"until {command}; do sleep 1; done"
             return start(prefix=[*lab.inside(host), "sh", "-c", f"cd {tmp_path}; {command}", "sh"])
 
         lab.call(1, "digits")
-        lead = pod(1, coordinator)
+        lead = pod(1, f"sh -c {shlex.quote(coordinator)}")
         workers = [pod(host, worker) for host in (3, 4)]
         until(lambda: steps_of(run_dir) >= 3, lead)
         before = members(run_dir)
         lead.kill()  # the whole pod
         lead.wait()
         lab.call(2, "digits")
-        again = pod(2, coordinator)
+        again = pod(2, f"sh -c {shlex.quote(coordinator)}")
         until(lambda: len(found := members(run_dir)) == 2 and found.isdisjoint(before), again)
         gone = {process.pid for process in processes_of(workers[0].mark)}
         workers[0].kill()

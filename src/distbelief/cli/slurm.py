@@ -11,7 +11,12 @@ import typer
 from distbelief.cli.failures import UsageError
 from distbelief.cli.train import check_job_file, train
 
-_SET_HERE = {"workers": "--nodes and --workers-per-node", "run_dir": "--run-dir before the --", "on": "nothing"}
+_SET_HERE = {
+    "workers": "--nodes and --workers-per-node",
+    "run_dir": "--run-dir before the --",
+    "on": "nothing",
+    "detach": "nothing",
+}
 
 
 def slurm(

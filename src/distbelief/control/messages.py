@@ -24,6 +24,8 @@ STATUS_NOT_STARTED = -1001
 """In place of an exit status: the host could not start the process."""
 RUN_ENDS = "the run ends"
 """The reason for an abort after which no started step needs to be finished."""
+LEADER_GONE = "the process that started the run is gone"
+"""The reason of an EndRun after which the run may be resumed at once: agents of other hosts wait for that."""
 PROFILE_FOLDER = "profile"
 """A folder of the run directory with recordings of some steps. It exists only if a profile was asked for."""
 EXIT_REPORTED = 3

@@ -25,7 +25,7 @@ from msgspec import Struct
 from distbelief.atomicfile import ROOM_WAIT_S, lacks_room
 from distbelief.control.connectionlimit import ConnectionLimit
 from distbelief.control.credentials import Authority
-from distbelief.control.messages import SECRET_BYTES
+from distbelief.control.messages import LEADER_GONE, SECRET_BYTES
 from distbelief.control.signatures import Refusals
 from distbelief.coordinator import client
 from distbelief.coordinator import server as edge
@@ -85,7 +85,7 @@ class EngineLink:
             return "SIGTERM"
         waiting, _, _ = select.select([self._fd], [], [], 0)
         if waiting and not os.read(self._fd, 4096):
-            return "the process that started the run is gone"
+            return LEADER_GONE
         return ""
 
 
@@ -132,7 +132,7 @@ def _run(order: Order, engine: EngineLink) -> int:
                 _answer({"address": address, "epoch": journal.epoch})
                 server = edge.Server(
                     *(socket, limit, journal, metrics, authority.verifier(), state),
-                    parcel=lambda: _parcel(run_dir),
+                    parcel=lambda: _parcel(run_dir, order.start),
                     refusals=refusals,
                     room_wait_s=order.room_wait_s,
                 )
@@ -158,10 +158,21 @@ def _when_there_is_room(act: Callable[[], T], room_wait_s: float, engine: Engine
         time.sleep(edge.RETRY_S)
 
 
-def _parcel(run_dir: Path) -> bytes:
-    """The bytes that the launching process has prepared for agents of other hosts."""
-    with contextlib.suppress(OSError):
-        return (run_dir / "parcel.bin").read_bytes()
+class _ParcelHead(Struct, frozen=True):
+    """The field of a parcel (launch/parcel.py) that the coordinator reads."""
+
+    start: str
+
+
+def _parcel(run_dir: Path, start: str) -> bytes:
+    """The bytes that the launching process has prepared for agents of other hosts; b"": they are not ready.
+
+    A parcel of another start, whose launching process was killed, would make agents of that start.
+    """
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        content = (run_dir / "parcel.bin").read_bytes()
+        if msgspec.msgpack.decode(content, type=_ParcelHead).start == start:
+            return content
     return b""
 
 

@@ -15,6 +15,7 @@ import zmq
 
 from distbelief.control.credentials import Authority
 from distbelief.control.messages import (
+    LEADER_GONE,
     Command,
     EndRun,
     EngineAttached,
@@ -157,7 +158,9 @@ class Agent:
             self._obey(decode_command(self._socket.recv_multipart()[-1]))
 
     def _obey(self, command: Command) -> None:
-        if isinstance(command, JoinAgain):
+        over = isinstance(command, JoinAgain)
+        # The coordinator may or may not come to say this when its launching process is killed.
+        if over or (isinstance(command, EndRun) and command.reason == LEADER_GONE and not self._leads):
             if not self._leads and not self.ended:
                 self.join_again()
             return

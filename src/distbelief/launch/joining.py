@@ -121,7 +121,7 @@ def serve_host(
             status = _serve_one(now, terms, leader, signals, patience_s, say)
             if status is not None:
                 return status
-            say("the run was started again, or another one with the same key: this host joins it")
+            say("the run's leading process is gone or was started again: this host joins the next one")
 
 
 def _serve_one(
