@@ -116,7 +116,7 @@ def loaded(state: State, event: m.CheckpointLoaded, now: float) -> Result:
         text = f"there is no checkpoint in {event.folder}: the run starts from its first step"
     skipped = [say(f"skipped: {why}", now) for _, why in event.skipped]
     written = record(state, now, "loaded", text, worker=event.worker, step=event.step)
-    state, more = complete_if_done(state, now)  # the last checkpoint may be the one that was loaded
+    state, more = complete_if_done(state, now)  # perhaps it was the last checkpoint
     return state, [written, *skipped, say(text, now), *more]
 
 
