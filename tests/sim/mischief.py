@@ -125,9 +125,11 @@ class Mischief:
                 self._cluster.clock.after(duration_s, worker.wake)
 
     def coordinator_died(self) -> None:
-        """The next one does not know that a worker without a seat was ready, and waits for it to load the job."""
+        """The next one waits for a worker without a recorded seat to load the job, though it was ready."""
+        generations = [entry for entry in self._cluster.coordinator.records() if entry["kind"] == "generation"]
+        seated = {member["worker"] for entry in generations for member in entry["members"]}
         for worker in self._cluster.workers.values():
-            if worker.frozen and not self._cluster.coordinator.state.is_member(worker.number):
+            if worker.frozen and worker.number not in seated:
                 self._cluster.clock.after(LOADING_S, worker.wake)
 
     def _kill(self, worker: VirtualWorker) -> None:

@@ -16,7 +16,7 @@ LAST_TRIES = 6
 
 @dataclass(frozen=True)
 class Attempts:
-    """The attempts to write one snapshot that were of no use: some failed, others found a checkpoint there."""
+    """The useless attempts to write one snapshot: the failed ones, and attempts that found a checkpoint there."""
 
     failed: int = 0
     found: int = 0
