@@ -88,13 +88,22 @@ def forget(progress: Progress, step: int, reached: int) -> Progress:
 def absorb(
     progress: Progress, members: Sequence[Member], beat: Heartbeat, now: float, exact: bool = True
 ) -> tuple[Progress, list[Line]]:
-    """Process one member's heartbeat; returns its metrics lines in order. In inexact runs a step with another result
-    than before was executed again, and its last report counts."""
+    """Process one member's heartbeat; returns its metrics lines in order."""
     progress = replace(
         progress,
         steps=progress.steps.set(beat.worker, beat.step),
         timings=progress.timings.set(beat.worker, beat.timing),
     )
+    progress, lines = absorb_results(progress, beat, now, exact)
+    if now - progress.lined_at >= max(WORKERS_LINE_EVERY_S, len(members) / WORKERS_PER_S):
+        lines.append(workers_line(progress, members, beat.generation, now))
+        progress = replace(progress, lined_at=now)
+    return progress, lines
+
+
+def absorb_results(progress: Progress, beat: Heartbeat, now: float, exact: bool = True) -> tuple[Progress, list[Line]]:
+    """The steps and evaluations that a heartbeat reports. In inexact runs a step with another result than before was
+    executed again, and its last report counts."""
     lines: list[Line] = []
     if beat.reports:
         reported, fresh, conflicts = progress.reported.add(
@@ -115,9 +124,6 @@ def absorb(
             for e, new in zip(beat.evaluations, fresh, strict=True)
             if new
         ]
-    if now - progress.lined_at >= max(WORKERS_LINE_EVERY_S, len(members) / WORKERS_PER_S):
-        lines.append(workers_line(progress, members, beat.generation, now))
-        progress = replace(progress, lined_at=now)
     return progress, lines
 
 

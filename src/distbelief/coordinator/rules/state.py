@@ -30,7 +30,7 @@ from typing import Any
 from distbelief.control import messages as m
 from distbelief.coordinator.rules import faults, hosts, members, saving
 from distbelief.coordinator.rules.ending import Result, end, fail
-from distbelief.coordinator.rules.progress import Seen, absorb
+from distbelief.coordinator.rules.progress import Seen, absorb, absorb_results
 from distbelief.coordinator.rules.regroup import committed
 from distbelief.coordinator.rules.replay import replay
 from distbelief.coordinator.rules.servers import fleet, lifecycle
@@ -154,7 +154,13 @@ def _heartbeat(state: State, event: m.Heartbeat, now: float) -> Result:
         return faults.returned(state, worker, now)
     if event.generation != state.generation or not state.is_member(event.worker):
         state = replace(state, pulse=state.pulse.alive(event.worker, now))
-        return state, [*lifecycle.told_worker(state, event), *_told_again(state, worker, event.generation)]
+        told = [*lifecycle.told_worker(state, event), *_told_again(state, worker, event.generation)]
+        if not 0 < event.generation < state.generation:
+            return state, told
+        # The results of an earlier generation count: all members that know them may die before one repeats them, if
+        # heartbeats have waited while a decision waited for room on a full disk.
+        progress, lines = absorb_results(state.progress, event, now, exact=state.config.exact)
+        return replace(state, progress=progress), [*map(Report, lines), *told]
     before = state.progress.reported
     progress, lines = absorb(state.progress, state.members, event, now, exact=state.config.exact)
     pulse = state.pulse.heard(event.worker, event.step, event.waiting, now)

@@ -22,6 +22,17 @@ def test_heartbeats_become_lines_and_no_records() -> None:
     assert [line["kind"] for line in lines(outputs)] == ["notice"]
 
 
+def test_results_in_a_late_heartbeat_of_an_earlier_generation_are_recorded() -> None:
+    run = Run(workers=3).started(0, 1, 2)
+    run.kill(2)
+    assert run.state.generation == 2
+    outputs = run.feed(heartbeat(generation=1, reports=[report(0)]), now=5.0)
+    assert [line["kind"] for line in lines(outputs)] == ["step"]
+    assert s.Reply(run.state.start) in outputs, "and the worker is told of its generation"
+    assert run.state.progress.reported.complete == 1
+    assert run.state.progress.steps.get(0, 0) == 0, "the beat says nothing of the present generation"
+
+
 @pytest.mark.parametrize(
     ("beat", "answer"),
     [
