@@ -11,6 +11,9 @@ from tests.support.runs.command import JOBS, Outcome
 
 Cli = Callable[..., Outcome]
 
+TRAINING = 7
+"""This call of the loss is in a step: a worker computes a few shards while it loads the job (the purity check)."""
+
 
 def outcome_of(distbelief: Cli, fault: str, *more: object) -> Outcome:
     job = [JOBS / "speaks.py", "--set", f"fault={fault}", *more]
@@ -26,11 +29,15 @@ def log_of(tmp_path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("fault", "at", "texts"),
     [
-        ("long", 2, ["ValueError: aaa", "50.0 MB cut"]),
+        ("long", TRAINING, ["ValueError: aaa", "50.0 MB cut"]),
         ("long", 1, ["ValueError: aaa", "aaa the end", " … 50.0 MB cut; the whole is in logs/worker-"]),
-        ("deep", 2, ["ZeroDivisionError: division by zero", "in there", " MB cut; the whole is in logs/worker-"]),
+        (
+            "deep",
+            TRAINING,
+            ["ZeroDivisionError: division by zero", "in there", " MB cut; the whole is in logs/worker-"],
+        ),
         ("characters", 1, ["ValueError: bad \\udcff and \\x00 and é"]),
-        ("mute", 2, ["Mute: (its text cannot be shown: its __str__ raised RuntimeError)", "in loss"]),
+        ("mute", TRAINING, ["Mute: (its text cannot be shown: its __str__ raised RuntimeError)", "in loss"]),
     ],
 )
 def test_an_exception(distbelief: Cli, tmp_path: Path, fault: str, at: int, texts: list[str]) -> None:

@@ -180,8 +180,10 @@ def test_a_loss_that_is_no_number_is_the_same_error_as_in_allreduce(distbelief: 
 def test_a_job_that_servers_cannot_load_gives_one_clear_error(distbelief: Cli) -> None:
     outcome = distbelief("train", TINY, "--set", "fault=server", "--strategy", "ps:sync", "--workers", 2, "--plain")
     assert outcome.status == 2
-    (line,) = outcome.stderr.splitlines()
+    line, *traceback = outcome.stderr.splitlines()
     assert re.fullmatch(r"error: server [01]: job\(\) failed in served.py, line \d+: .*: no server can load this", line)
+    assert traceback[0].strip() == "Traceback (most recent call last):"
+    assert not [one for one in traceback if "/distbelief/" in one and "/jobs/" not in one], "the user's code alone"
 
 
 def test_strategies_that_make_no_sense(distbelief: Cli) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ def test_a_coordinator_that_is_there_or_gone(tmp_path: Path) -> None:
             (tmp_path / "coordinator.json").write_text(json.dumps({"host": host, "pid": pid}))
 
         advertise(host_name(), process.pid)
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():  # empty for a moment of its start
+            time.sleep(0.01)
         assert not seems_gone(tmp_path)
         advertise(host_name(), os.getpid())  # the number belongs to another process by now
         assert seems_gone(tmp_path)
