@@ -80,20 +80,21 @@ class MetricsFile:
         self._lines.append(msgspec.json.encode(line))
 
     def flush(self) -> str:
-        """Write all lines that the disk takes. Returns a notice for people when that begins or ceases to fail."""
-        for line in self._lines:
+        """Write all lines that the disk takes. Returns a notice for people when that begins or ceases to fail, with the
+        notices among the lines that wait from then on: a view would see them much later."""
+        fresh, self._lines = self._lines, []
+        for line in fresh:
             if self._trouble and len(self._waiting) + len(line) > MOST_WAITING_BYTES:
                 self._dropped += 1
             else:
                 self._waiting += line + b"\n"
-        self._lines.clear()
         try:
             while self._waiting:
                 written = os.write(self._fd, self._waiting)
                 del self._waiting[:written]
                 self._size_bytes += written
         except OSError as error:
-            return self._begin_trouble(error)
+            return self._begin_trouble(error, fresh)
         if self._size_bytes >= self._part_bytes:
             try:
                 self._rotate()
@@ -101,11 +102,13 @@ class MetricsFile:
                 self._part_bytes += self._size_bytes
         return self._end_trouble() if self._trouble else ""
 
-    def _begin_trouble(self, error: OSError) -> str:
+    def _begin_trouble(self, error: OSError, fresh: Iterable[bytes]) -> str:
         if self._trouble:
             return ""
         self._trouble, self._since = error.strerror or str(error), time.monotonic()
-        return f"cannot write {self.path}: {self._trouble}; its lines wait in memory, and training goes on"
+        notices = [str(one["text"]) for one in map(msgspec.json.decode, fresh) if one["kind"] == "notice"]
+        text = f"cannot write {self.path}: {self._trouble}; its lines wait in memory, and training goes on"
+        return "\n".join([text, *notices])
 
     def _end_trouble(self) -> str:
         lost = f"{self._dropped} lines were dropped" if self._dropped else "no line was lost"
