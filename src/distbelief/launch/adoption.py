@@ -47,7 +47,7 @@ def keep_beside_checkpoints(launch: Launch) -> None:
 
 
 def names_checkpoints(where: str) -> bool:
-    """Whether that is a folder of checkpoints to adopt a run from, and no run directory."""
+    """Whether `where` is a folder or URL of checkpoints, from which a run can be adopted, and no run directory."""
     return "://" in where or (not is_launched(Path(where)) and (Path(where) / FILE).is_file())
 
 

@@ -34,7 +34,7 @@ def test_a_worker_finds_the_socket_where_the_run_directory_can_and_cannot_have_o
     finally:
         workers.close()
     assert not local_folder(secret).exists(), "nothing is left behind"
-    with pytest.raises(OSError):  # noqa: PT011: the launching process is gone
+    with pytest.raises(OSError):  # the launching process is gone
         connected(folder, secret).__enter__()
 
 
