@@ -145,6 +145,110 @@ def test_a_regroup_in_a_container_that_is_full_of_page_cache(start: Start, tmp_p
             cache.wait()
 
 
+REGROUP = """
+import gc, socket, sys, threading
+import numpy as np, torch
+from distbelief.controlgroups import own_memory_room
+from distbelief.errors import NotEnoughMemory
+from distbelief.transport.abort import Abort
+from distbelief.transport.exchange import Contribution, Geometry, Source, StepPlan, Tile
+from distbelief.transport.shm.controlblock import GenerationMemory
+from distbelief.transport.shm.exchange import SharedExchange
+from distbelief.transport.shm.segment import SegmentClient
+from distbelief.transport.shm.segmentserver import SegmentServer
+
+class Server(SegmentServer):
+    def _find(self, name, size_bytes):
+        try:
+            return super()._find(name, size_bytes)
+        except NotEnoughMemory:
+            print("refused", flush=True)
+            raise
+
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server, segments = Server(), SegmentClient(theirs)
+def serve():
+    while True:
+        server.answer(ours)
+threading.Thread(target=serve, daemon=True).start()
+size_bytes = 64 << 20
+tile = Tile(0, torch.float32, 0, size_bytes // 4)
+geometry = Geometry([tile], size_bytes, [4], 8, 1)
+def show(number):
+    return exchange.slot(number).tensor(tile.dtype, 0, tile.numel)
+
+exchange = SharedExchange(segments, "generation 1", 0, geometry, Abort())
+exchange.gather(b"")
+if sys.argv[1] == "full":  # four slots, of which one has a published sum
+    exchange.begin(StepPlan(5, [Source(0, 2)], 0))
+    show(2).fill_(7)
+    exchange.publish(0)
+    exchange.share(Contribution(np.zeros((8, 4)), [(0, 4)], [((0, 4), 2)], np.zeros(1, bool), b""))
+exchange.close()
+exchange = None
+gc.collect()
+print((1 << 40) - own_memory_room().free, flush=True)
+input()
+past = [GenerationMemory("generation 1", geometry)]
+exchange = SharedExchange(segments, "generation 2", 0, geometry, Abort(), past)
+exchange.gather(b"")
+held = [one.source for one in exchange.published_sums(5) or []]
+exchange.begin(StepPlan(5, [*held, Source(0, 0)], (0, 1) if held else 0))
+for number in range(3):
+    show(number).fill_(number)
+exchange.publish(0)
+exchange.share(Contribution(np.zeros((8, 4)), [(4, 8)], [((4, 8), 0)], np.zeros(1, bool), b""))
+total = exchange.reduced(0)
+exchange.applied()
+exchange.settle()
+exchange.begin(StepPlan(6, [Source(0, 0)], 0))
+show(3).fill_(3)
+print(held, total.min().item(), total.max().item(), flush=True)
+"""
+SLACK = 120 << 20
+"""Less than two of the four slots."""
+
+
+def test_a_generation_that_needs_the_memory_of_the_one_before_gets_it() -> None:
+    """Old and new slots together do not fit: what the new generation does not take over is released first."""
+    with limited({"memory": 1 << 40}) as group:
+        command = [*group.inside, sys.executable, "-c", REGROUP, "full"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            group.limit("memory", int(process.stdout.readline()) + SLACK)
+            rest, _ = process.communicate("\n", timeout=300)
+    assert rest == "[Source(rank=0, slot=2, back=1)] 7.0 7.0\n"
+    assert process.returncode == 0
+
+
+BALLAST = """
+held = b"x" * (400 << 20)
+print("held", flush=True)
+input()
+"""
+
+
+def test_a_generation_waits_for_the_memory_of_a_process_that_is_about_to_be_gone() -> None:
+    with limited({"memory": 1 << 40}) as group:
+        with subprocess.Popen(
+            [*group.inside, sys.executable, "-c", BALLAST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as dying:
+            assert dying.stdout is not None
+            assert dying.stdout.readline() == "held\n"
+            command = [*group.inside, sys.executable, "-c", REGROUP, "empty"]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                group.limit("memory", int(process.stdout.readline()) + SLACK)
+                process.stdin.write("\n")
+                process.stdin.flush()
+                assert process.stdout.readline() == "refused\n"
+                dying.kill()
+                rest, _ = process.communicate(timeout=300)
+    assert rest.splitlines()[-1] == "[] 0.0 0.0"
+    assert process.returncode == 0
+
+
 def test_every_process_of_a_run_may_open_as_many_files_as_the_hard_limit_allows(
     start: Start, tmp_path: Path, wait_until: Wait
 ) -> None:

@@ -7,6 +7,7 @@ number on a board, wait until the process is gone, abort, and meet again without
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from distbelief.errors import DistBeliefError
 from distbelief.shards import cover, mix
 from distbelief.strategies.flatmodel.rules.stepwork import plan_takeover
 from distbelief.transport.abort import Abort, Aborted
@@ -144,7 +146,7 @@ def finish(
     dead = seat.size - 1
     found = [(one.back, one.rank, one.step, one.shard) for one in second.died_computing()]
     assert found == ([(1, dead, STEP, seat.mine_of(dead)[0])] if point == "computing" else [])
-    recomputed = _finish(second, seat, again, held or [])
+    recomputed = _finish(segments, second, seat, again, held or [])
     assert second.published_sums(STEP) is None, "after the step nobody can need the past"
     second.gather(b"")
     third = SharedExchange(
@@ -160,9 +162,22 @@ def finish(
     return held, recomputed
 
 
-def _finish(second: SharedExchange, seat: Seat, again: Seat, held: list[PublishedSum]) -> int:
+def _only_what_is_held_is_left(segments: SegmentClient, seat: Seat, held: list[PublishedSum]) -> None:
+    """Old slots of no use have no memory any more when new ones are made."""
+    left = set()
+    for rank, count in enumerate(geometry(seat).slots):
+        for slot in range(count):
+            with contextlib.suppress(DistBeliefError):
+                segments.segment(f"generation 1/slot/{rank}.{slot}")
+                left.add((rank, slot))
+    assert left == {(one.source.rank, one.source.slot) for one in held}
+
+
+def _finish(segments: SegmentClient, second: SharedExchange, seat: Seat, again: Seat, held: list[PublishedSum]) -> int:
     work = plan_takeover(again.shards, again.shards, held, again.size, again.rank)
     second.begin(StepPlan(STEP, work.sources, work.order))
+    if again.rank == 0:  # whose requests the server answers in order
+        _only_what_is_held_is_left(segments, seat, held)
     tiles = geometry(again).tiles
     for tile in tiles:
         for unit in work.partials.work:

@@ -39,7 +39,8 @@ class GenerationMemory:
 
 
 class ControlBlock:
-    """One generation's control block, mapped. Slots are mapped at first use."""
+    """One generation's control block, mapped. Slots are mapped at first use. `exists`: an earlier generation made it,
+    and its slots."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class ControlBlock:
         self.members = len(geometry.slots)
         self._segments = segments
         self._name = generation.name
+        self._slot_bytes = -1 if exists else geometry.slot_bytes
         flags = TILES + len(geometry.tiles)
         liveness_at = flag_row_bytes(flags) * self.members
         places, size_bytes = _places(geometry, liveness_at + LIVENESS_BYTES * self.members)
@@ -82,7 +84,7 @@ class ControlBlock:
 
     def slot(self, rank: int, index: int) -> Segment:
         if (rank, index) not in self._slots:
-            self._slots[rank, index] = self._segments.segment(self.slot_name(rank, index), self.geometry.slot_bytes)
+            self._slots[rank, index] = self._segments.segment(self.slot_name(rank, index), self._slot_bytes)
         return self._slots[rank, index]
 
     def has_slot(self, rank: int, index: int) -> bool:
@@ -95,7 +97,14 @@ class ControlBlock:
         return True
 
     def slot_name(self, rank: int, index: int) -> str:
-        return f"{self._name}/slot/{rank}.{index}"
+        return f"{self._slots_of(rank)}{index}"
+
+    def _slots_of(self, rank: int) -> str:
+        return f"{self._name}/slot/{rank}."
+
+    def release_slots(self, rank: int, keep: Sequence[int]) -> None:
+        """Make the segment server forget a member's slots, except `keep`."""
+        self._segments.drop_all(self._slots_of(rank), [self.slot_name(rank, index) for index in keep])
 
     def tiles(self, rank: int, index: int) -> list[torch.Tensor]:
         """A slot, tile by tile."""
@@ -134,11 +143,11 @@ class SharedBackups:
         self._block.flags.set(UNITS, units)
 
     def late(self, stamp: int) -> list[tuple[int, int]]:
-        flags = self._block.flags
+        flags, ranks = self._block.flags, range(self._block.members)
+        if any(flags.get(rank, BEGUN) != stamp for rank in ranks):
+            return []  # a member that has not begun may still need memory
         return [
-            (rank, flags.get(rank, UNITS))
-            for rank in range(self._block.members)
-            if rank != self._rank and flags.get(rank, ARRIVED) < stamp and flags.get(rank, BEGUN) == stamp
+            (rank, flags.get(rank, UNITS)) for rank in ranks if rank != self._rank and flags.get(rank, ARRIVED) < stamp
         ]
 
     def has_room(self, slot: int) -> bool:

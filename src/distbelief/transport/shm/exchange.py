@@ -4,19 +4,24 @@ Each member owns some tiles. It adds up a tile's partial sums in the tree's orde
 an aborted step leaves every partial sum intact, and the next generation takes them over. A member adds up a tile while
 it waits for others (`share`), or just before it uses the sum (`reduced`), when the sum is in the cache.
 
+Old and new slots together may not fit into the host's memory. So a generation first releases the old slots whose
+partial sums it does not take over, and it waits a little for memory: a dead process's memory is free some time after
+the news of its death.
+
 `SharedSlots` is for members with their own states (accelerators): shared memory carries only their gradients.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 
-from distbelief.errors import DistBeliefError
+from distbelief.errors import DistBeliefError, NotEnoughMemory
 from distbelief.instrument import Instrument
 from distbelief.transport.abort import Abort
 from distbelief.transport.exchange import (
@@ -48,6 +53,12 @@ from distbelief.transport.shm.controlblock import (
 )
 from distbelief.transport.shm.segment import Segment, SegmentClient
 
+ROOM_WAIT_S = 10.0
+"""How long a generation that succeeds another one waits for memory."""
+_RETRY_S = 0.02
+
+T = TypeVar("T")
+
 TIMED = (Instrument("reduce", __name__, "SharedExchange", ("_reduce", "share")),)
 
 
@@ -73,7 +84,11 @@ class SharedExchange:
         self._name = name
         self._geometry = geometry
         self._abort = abort
-        self._block = ControlBlock(segments, GenerationMemory(name, geometry), rank, abort)
+        self._is_first = not past
+        self._has_slots = False
+        self._block = self._when_there_is_room(
+            lambda: ControlBlock(segments, GenerationMemory(name, geometry), rank, abort)
+        )
         self._flags = self._block.flags
         self._liveness = self._block.liveness[rank]
         self._liveness.begin()
@@ -101,14 +116,27 @@ class SharedExchange:
         return self._flags.waiting
 
     def slot(self, index: int) -> Segment:
-        return self._block.slot(self.rank, index)
+        return self._when_there_is_room(lambda: self._block.slot(self.rank, index))
 
     def slot_name(self, index: int) -> str:
         """The name by which other processes of this host open the slot."""
         return self._block.slot_name(self.rank, index)
 
     def state(self, size_bytes: int, name: str = "state") -> Segment:
-        return self._segments.lasting(name, size_bytes)
+        return self._when_there_is_room(lambda: self._segments.lasting(name, size_bytes))
+
+    def _when_there_is_room(self, make: Callable[[], T]) -> T:
+        """What `make` returns. In the first generation nothing is released meanwhile, so a lack of memory is an error
+        at once."""
+        deadline = time.monotonic() + ROOM_WAIT_S
+        while True:
+            try:
+                return make()
+            except NotEnoughMemory:
+                if self._is_first or time.monotonic() > deadline:
+                    raise
+            self._abort.check()
+            time.sleep(_RETRY_S)
 
     @property
     def _past(self) -> dict[int, ControlBlock]:
@@ -143,6 +171,13 @@ class SharedExchange:
 
     def begin(self, plan: StepPlan) -> None:
         self._abort.check()  # the only abort check of a member that never waits (alone, or always last)
+        if self._before and plan.sources:
+            self._release_unused(plan.sources)
+        elif plan.sources and self.backups and not self._has_slots:
+            # Others make backups only after this member's BEGUN: a backup never takes the room of a slot of its own.
+            for index in range(self._geometry.slots[self.rank]):
+                self.slot(index)
+            self._has_slots = True
         self._plan = plan
         self._stamp = plan.step + 1
         self._flags.set(UNITS, 0)
@@ -259,6 +294,15 @@ class SharedExchange:
     def settle(self) -> None:
         self._flags.await_all(SETTLED, self._stamp)
         self.forget_past()
+
+    def _release_unused(self, sources: Sequence[Source]) -> None:
+        """Release the slots of earlier generations that are not among the step's `sources`, before new slots are made.
+        All members have met, so no process writes to them any more; no later generation can need them, because it
+        reads the same lists of published sums."""
+        if self.rank == 0:
+            for back, block in self._past.items():
+                for rank in range(block.members):
+                    block.release_slots(rank, [one.slot for one in sources if (one.back, one.rank) == (back, rank)])
 
     def forget_past(self) -> None:
         """Release earlier generations' memory: a step was committed since, so no member needs it."""

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -132,6 +133,10 @@ class SegmentClient:
 
     def close(self) -> None:
         self._sock.close()
+
+    def drop_all(self, beginning: str, keep: Sequence[str] = ()) -> None:
+        """Make the server forget the segments whose names begin with `beginning`, except `keep`."""
+        send_message(self._sock, {"drop_all": beginning, "keep": list(keep)})
 
     def drop_before(self, group: str) -> None:
         """Make the server forget the segments of groups with lower numbers: no process opens them again."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Collection
 
 from distbelief.errors import DistBeliefError, NotEnoughMemory
 from distbelief.transport.shm.memfd import allocate, receive_message, send_message
@@ -33,6 +34,9 @@ class SegmentServer:
         request, _ = receive_message(sock)
         if "drop_before" in request:
             self.drop_before(str(request["drop_before"]))
+            return ""
+        if "drop_all" in request:
+            self.drop_all(str(request["drop_all"]), request["keep"])
             return ""
         if "drop" in request:
             fd, _ = self._segments.pop(str(request["drop"]), (-1, 0))
@@ -69,9 +73,9 @@ class SegmentServer:
             if its_kind == kind and its_number.isdigit() and number.isdigit() and int(its_number) < int(number):
                 os.close(self._segments.pop(name)[0])
 
-    def drop_all(self, beginning: str) -> None:
-        """Forget the segments whose names begin with `beginning`: no process opens them again."""
-        for name in [name for name in self._segments if name.startswith(beginning)]:
+    def drop_all(self, beginning: str, keep: Collection[str] = ()) -> None:
+        """Forget the segments whose names begin with `beginning`, except `keep`: no process opens them again."""
+        for name in [name for name in self._segments if name.startswith(beginning) and name not in keep]:
             os.close(self._segments.pop(name)[0])
 
     def close(self) -> None:
