@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +17,7 @@ import psutil
 
 from distbelief.atomicfile import replace_file
 from distbelief.errors import DistBeliefError
+from distbelief.temporaryfolder import temporary_folder
 
 _PLACES = ("/usr/lib/*/faketime", "/usr/lib/faketime", "/usr/lib64/faketime", "/usr/local/lib/faketime")
 _OFFSET = "offset"
@@ -60,7 +59,8 @@ class FalseClock:
 
     def __init__(self) -> None:
         self._library = require_library()
-        self._folder = Path(tempfile.mkdtemp(prefix="distbelief-clock-"))
+        self._stack = contextlib.ExitStack()
+        self._folder = self._stack.enter_context(temporary_folder("clock"))
         self._since = time.time()
         self.ahead_s = 0.0
         self.set(0.0)
@@ -70,7 +70,7 @@ class FalseClock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._folder)
+        self._stack.close()
         for path in Path("/dev/shm").glob("*faketime_s*"):  # killed processes leave it behind
             with contextlib.suppress(OSError, ValueError):
                 there = path.stat()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
-import shutil
-import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ import typer
 
 from distbelief.cli.failures import MACHINE_OUTPUT
 from distbelief.errors import DistBeliefError
+from distbelief.temporaryfolder import temporary_folder
 
 
 def kv(
@@ -49,22 +49,16 @@ def kv(
 
     where = endpoint(listen)
 
-    mine = folder is None
-    place = Path(tempfile.mkdtemp(prefix="distbelief-kv-")) if folder is None else _private(folder)
-
     def ready(path: Path) -> None:
         if json:
             typer.echo(jsonlib.dumps({"file": str(path), "servers": servers}))
         else:
             typer.echo(f"{path}\n{servers} server{'s' * (servers > 1)}; kv.connect with this file; Ctrl-C ends it")
 
-    options = ServiceOptions(place.resolve(), servers, where, shares=not no_shared_memory)
-    try:
+    with temporary_folder("kv") if folder is None else nullcontext(_private(folder)) as place:
+        options = ServiceOptions(place.resolve(), servers, where, shares=not no_shared_memory)
         with Signals() as signals, Supervisor(options, lambda text: typer.echo(text, err=True)) as supervisor:
             supervisor.run(signals.wake_fd, ready)
-    finally:
-        if mine:
-            shutil.rmtree(place, ignore_errors=True)
 
 
 def _private(folder: Path) -> Path:

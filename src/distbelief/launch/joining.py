@@ -44,6 +44,7 @@ from distbelief.launch.launch import Invitation, read_launch
 from distbelief.launch.manualworkers import connected
 from distbelief.launch.pollloop import Signals
 from distbelief.launch.processes import WORKER_ENVIRONMENT
+from distbelief.temporaryfolder import temporary_folder
 from distbelief.transport.shm.memfd import receive_message, send_message
 from distbelief.worker.spec import WorkerSpec
 
@@ -129,12 +130,12 @@ def _serve_one(
 ) -> int | None:
     """Serve until the run ends. Returns the exit status; None: the run was started again."""
     workers, servers = terms.workers, terms.servers
-    with parcel.private_folder() as folder:
+    with temporary_folder("host") as folder:
         offer = HostOffered(terms.host or host_name(), secrets.token_hex(16), workers, terms.grows)
         name, content = _offered(invitation, offer, signals, patience_s, say)
         with _declining(invitation.address, Authority(invitation.secret), name, offer.nonce):
             sent = parcel.read(content)
-            launch = parcel.open_here(sent, content, Path(folder), name)
+            launch = parcel.open_here(sent, content, folder, name)
             launch = launch.with_options(device=terms.device or launch.options.device)
             if servers is None:
                 servers = -1 if launch.placement.local_workers == 0 else 0

@@ -9,7 +9,6 @@ coordinator only, because the job in it may be pickled.
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,10 +82,6 @@ def open_here(parcel: Parcel, content: bytes, folder: Path, host: str) -> Launch
     here = tuple(path for path in job.sys_path if path == "" or os.path.exists(path))
     job = msgspec.structs.replace(job, sys_path=here)
     return replace(launch, run_dir=run_dir, job=job, resumed=parcel.resumed)
-
-
-def private_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="distbelief-")
 
 
 def _sees(run_dir: Path, content: bytes) -> bool:
