@@ -120,6 +120,44 @@ def test_readers_that_cannot_be_forked_are_forked_when_there_is_room(group: Grou
     )
 
 
+HUNGRY = """
+import numpy as np
+from distbelief.data.readers import Readers
+from distbelief.data.sources import as_source
+
+class Images:
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return index + len(b"x" * (300 << 20)) % 2
+
+with Readers(as_source(Images()), seed=0, processes=1) as readers:
+    print(*readers.pids, flush=True)
+    input()
+    readers.request((0, 0), 0, np.array([5, 7]))
+    print(readers.take((0, 0)).tolist(), *readers.pids, flush=True)
+"""
+
+
+@pytest.mark.skipif(psutil.swap_memory().total > 0, reason="where there is swap, the kernel does not kill at the limit")
+def test_a_reader_that_the_kernel_kills_at_a_memory_limit_is_replaced() -> None:
+    """Only the first reader is in the group with the limit."""
+    with limited({"memory": 100 << 20}) as small:
+        command = [sys.executable, "-c", HUNGRY]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            first = process.stdout.readline().strip()
+            (small.folder / "cgroup.procs").write_text(first)
+            rest, said = process.communicate("\n", timeout=300)
+    numbers, _, second = rest.strip().rpartition(" ")
+    assert numbers == "[5, 7]", said
+    assert second != first
+    assert f"reader process {first} was killed by SIGKILL while reading samples 5, 7; another one reads" in said
+
+
 def test_a_regroup_in_a_container_that_is_full_of_page_cache(start: Start, tmp_path: Path, wait_until: Wait) -> None:
     """A worker is killed when less of the container's limit is unused than the others' new slots and its replacement
     need: the cache gives way."""

@@ -104,7 +104,7 @@ class ControlBlock:
 
     def release_slots(self, rank: int, keep: Sequence[int]) -> None:
         """Make the segment server forget a member's slots, except `keep`."""
-        self._segments.drop_all(self._slots_of(rank), [self.slot_name(rank, index) for index in keep])
+        self._segments.drop_all(self._slots_of(rank), [str(index) for index in keep])
 
     def tiles(self, rank: int, index: int) -> list[torch.Tensor]:
         """A slot, tile by tile."""

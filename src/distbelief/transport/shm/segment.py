@@ -134,8 +134,9 @@ class SegmentClient:
     def close(self) -> None:
         self._sock.close()
 
-    def drop_all(self, beginning: str, keep: Sequence[str] = ()) -> None:
-        """Make the server forget the segments whose names begin with `beginning`, except `keep`."""
+    def drop_all(self, beginning: str, keep: Sequence[str]) -> None:
+        """Make the server forget the segments whose names begin with `beginning`, except where one of `keep`
+        follows."""
         send_message(self._sock, {"drop_all": beginning, "keep": list(keep)})
 
     def drop_before(self, group: str) -> None:

@@ -74,8 +74,9 @@ class SegmentServer:
                 os.close(self._segments.pop(name)[0])
 
     def drop_all(self, beginning: str, keep: Collection[str] = ()) -> None:
-        """Forget the segments whose names begin with `beginning`, except `keep`: no process opens them again."""
-        for name in [name for name in self._segments if name.startswith(beginning) and name not in keep]:
+        """Forget the segments whose names begin with `beginning`, except where one of `keep` follows: no process opens
+        them again."""
+        for name in [one for one in self._segments if one.startswith(beginning) and one[len(beginning) :] not in keep]:
             os.close(self._segments.pop(name)[0])
 
     def close(self) -> None:
