@@ -183,6 +183,11 @@ def test_an_event_that_no_cut_makes_short_enough_is_refused_by_its_sender() -> N
         m.encode(m.Heartbeat(1, 2, 3, 4, m.Timing(), [], [many]))
 
 
+def test_bytes_are_never_cut_so_a_message_with_too_many_names_its_kind_and_its_size() -> None:
+    with pytest.raises(m.MessageTooLong, match=r"TracePart of 3.0 MB is longer than the coordinator takes"):
+        m.encode(m.TracePart(1, "worker-1-0.json", 0, b"x" * 3_000_000))
+
+
 def test_commands_have_no_limit() -> None:
     """Their receivers take any length."""
     members = [m.Member(number, "host" * 10, (number, number + 1)) for number in range(50_000)]

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -51,7 +51,6 @@ REMIND_S = 0.5
 WAITING_MESSAGES = 1000
 """The limit per sender. Further messages wait in the sender's memory."""
 LEAST_MESSAGE_BYTES = 1 << 30
-"""The largest frame holds a slice of the parameters with its optimizer state."""
 
 
 class ServerIdentity(Protocol):
@@ -88,6 +87,16 @@ class Slices(Protocol):
         """The facts that the coordinator compares with the workers', such as versions and threads."""
 
 
+def most_frame_bytes(free_bytes: int, slice_bytes: Sequence[int]) -> int:
+    """The longest frame that a server takes. The sender of a longer one is disconnected unheard, so the limit leaves
+    room for all that another server or a worker sends of a slice.
+
+    >>> most_frame_bytes(3 << 30, [5 << 30, 1 << 20]) >> 30, most_frame_bytes(64 << 30, [1 << 20]) >> 30
+    (10, 16)
+    """
+    return max(LEAST_MESSAGE_BYTES, free_bytes // 4, 2 * max(slice_bytes, default=0))
+
+
 class ServerSockets:
     def __init__(self, spec: ServerIdentity, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._spec = spec
@@ -104,31 +113,34 @@ class ServerSockets:
         for option in (zmq.SNDHWM, zmq.LINGER):
             self._inbox.setsockopt(option, 0)
         self._inbox.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
-        self._inbox.setsockopt(zmq.MAXMSGSIZE, max(LEAST_MESSAGE_BYTES, free_memory_bytes() // 4))
-        listen = tcp(own_address(spec.address))
-        protect_server(self._inbox, listen, spec.credential.server_keys())
-        if "[" in listen:
-            self._inbox.setsockopt(zmq.IPV6, 1)
-        self._inbox.bind(listen)
-        self._limit = ConnectionLimit(self._inbox, self._refusals)
-        address = self._inbox.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(address, bytes)
-        self._address = address.rstrip(b"\0").decode()
+        self._limit: ConnectionLimit | None = None
         self._peers: dict[int, zmq.Socket[bytes]] = {}
         self._map: ServerMap | None = None
         self._epoch = 0
         self._ended = False
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
 
+    def _listen(self, slices: Slices) -> tuple[str, ConnectionLimit]:
+        """Bind the inbox. Returns its address."""
+        self._inbox.setsockopt(zmq.MAXMSGSIZE, most_frame_bytes(free_memory_bytes(), slices.sizes))
+        listen = tcp(own_address(self._spec.address))
+        protect_server(self._inbox, listen, self._spec.credential.server_keys())
+        if "[" in listen:
+            self._inbox.setsockopt(zmq.IPV6, 1)
+        self._inbox.bind(listen)
+        self._limit = ConnectionLimit(self._inbox, self._refusals)
+        address = self._inbox.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(address, bytes)
+        return address.rstrip(b"\0").decode(), self._limit
+
     def serve(self, slices: Slices) -> None:
         node = ServerNode(self._spec.worker, slices.make)
-        ready = ServerReady(
-            self._spec.worker, self._spec.host, os.getpid(), self._address, slices.sizes, slices.facts()
-        )
+        address, limit = self._listen(slices)
+        ready = ServerReady(self._spec.worker, self._spec.host, os.getpid(), address, slices.sizes, slices.facts())
         self._tell(ready)
         poller = zmq.Poller()
         poller.register(self._inbox, zmq.POLLIN)
-        poller.register(self._limit.events, zmq.POLLIN)
+        poller.register(limit.events, zmq.POLLIN)
         poller.register(self._coordinator, zmq.POLLIN)
         next_beat = next_reminder = time.monotonic()
         while not self._ended:
@@ -144,9 +156,9 @@ class ServerSockets:
                         self._send(node.learn(command.map))
                         slices.began()
             if self._inbox in there:
-                self._receive(node, slices.messages)
-            if self._limit.events in there:
-                self._limit.enforce()
+                self._receive(node, slices.messages, limit)
+            if limit.events in there:
+                limit.enforce()
             now = time.monotonic()
             if now >= next_reminder:
                 next_reminder = now + REMIND_S
@@ -172,7 +184,7 @@ class ServerSockets:
                 self._ended |= isinstance(command, EndRun)
                 found.append(command)
 
-    def _receive(self, node: ServerNode, messages: MessageSet) -> None:
+    def _receive(self, node: ServerNode, messages: MessageSet, limit: ConnectionLimit) -> None:
         """Take all waiting messages, then send all answers: in as few ZeroMQ messages as possible."""
         out = Outgoing()
         for _ in range(1000):
@@ -185,7 +197,7 @@ class ServerSockets:
             except Refused as refused:
                 self._refusals.add(refused.reason)
                 continue
-            self._limit.authenticated(identity)
+            limit.authenticated(identity)
             for framed in several:
                 out.add(node.receive(framed, identity.bytes))
         self._send(out)
@@ -247,7 +259,8 @@ class ServerSockets:
         self._tell(ServerFailed(self._spec.worker, self._spec.host, message, hint, details))
 
     def close(self) -> None:
-        self._limit.close()
+        if self._limit:
+            self._limit.close()
         self._inbox.close(linger=0)
         for socket in self._peers.values():
             socket.close(linger=0)
