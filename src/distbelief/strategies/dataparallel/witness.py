@@ -19,7 +19,7 @@ import torch
 from distbelief.errors import ResultsDiffer
 from distbelief.strategies.base import Seat
 from distbelief.strategies.flatmodel.compute import ShardComputer
-from distbelief.strategies.flatmodel.recheck import checksum, member_names
+from distbelief.strategies.flatmodel.recheck import IF_AGAIN, checksum, member_names
 from distbelief.strategies.flatmodel.rules.rechecks import last_good, shortened
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileUpdates, set_buffers, state_bytes
@@ -94,7 +94,7 @@ class Witness:
             f"{names[owner]} and {names[witness]} got different values of {shortened(parts)} from step {step}: the sum "
             f"of the gradients, the optimizer or the memory of one of them is wrong. "
             f"{last_good(step, self._seat.recheck, step - 1)}",
-            "`distbelief resume RUN` goes on from the newest checkpoint; if it happens again, replace the machine",
+            IF_AGAIN,
             step,
             -1,
         )
