@@ -282,7 +282,9 @@ def test_a_death_in_a_step_that_is_rechecked_changes_no_bit(
     assert all(one.fingerprints == undisturbed.fingerprints for one in found)
 
 
-@pytest.mark.parametrize("point", ["in a recheck", "after the comparison"])
+@pytest.mark.parametrize(
+    "point", ["in a recheck", "after the comparison", "with its copy updated", "when all copies agree"]
+)
 def test_over_gloo_a_death_in_a_recheck_changes_no_bit(
     stage: Stage, port: int, undisturbed: Survived, point: str
 ) -> None:
