@@ -55,8 +55,9 @@ class LaterFlip:
     rank: int
     step: int
     where: str
-    """partial (a sum of this member's shards) · sum · copy (of a sum that came over the network) · update · norm ·
-    rows (of losses and weights) · state (after the step) · optimizer (its state, after the step)"""
+    """partial (a sum of this member's shards) · published (the same, after it was compared) · sum · copy (of a sum that
+    came over the network) · update · norm · rows (of losses and weights) · state (after the step) · optimizer (its
+    state, after the step)"""
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,15 @@ def _flip_later(member: DataParallelReplica, group: Exchange, flip: LaterFlip) -
                 return tile_ready
 
             member._tile_adder = adding  # type: ignore[method-assign]
+        case "published":
+            publish_all = member._publish_all
+
+            def publishing() -> None:
+                member._publish_all = publish_all  # type: ignore[method-assign]
+                _flip_bit(member._tile_views(next(iter(member._work_of(flip.step).partials.results.values())))[1])
+                publish_all()
+
+            member._publish_all = publishing  # type: ignore[method-assign]
         case "sum" | "copy" if isinstance(group, TorchExchange):
             spread = group._spread
 

@@ -28,7 +28,7 @@ from distbelief.errors import ResultsDiffer
 from distbelief.strategies.base import BeginFrom, Division, Fetch, Seat, StepResult, nothing_saved
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.flatmodel.compute import ShardComputer
-from distbelief.strategies.flatmodel.recheck import IF_AGAIN, member_names
+from distbelief.strategies.flatmodel.recheck import IF_AGAIN, changed_in_memory, member_names
 from distbelief.strategies.flatmodel.rules.rechecks import last_good, listed, odd_copies, shortened
 from distbelief.strategies.flatmodel.rules.stepwork import WEIGHT
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
@@ -151,6 +151,10 @@ class CheckedReplica(DataParallelReplica):
         odd = odd_copies([tuple(report.copy) for report in reports], self._hosts)
         if odd == (second,):  # that member received another sum than all others
             return
+        changed = [*self._recheck.changed_sums(), *self._recheck.changed_second_sums()]
+        for rank, nodes in enumerate(map(msgspec.msgpack.decode, self._gather(msgspec.msgpack.encode(changed)))):
+            if nodes:
+                raise changed_in_memory(self._seat, rank, step, nodes)
         owner = (second - self._recheck.shift(step)) % self.exchange.size
         tiles = sorted(tile for tile, rank in found if rank == second)
         who = self._listed(sorted({owner, second}))

@@ -152,7 +152,7 @@ class DataParallelReplica(TileCopies):
         self._news: list[str] = []
         self._witness = None
         if seat.recheck.whole and exchange.shares_state and exchange.size > 1:
-            self._witness = Witness(computer, recipe, seat, self._state, exchange)
+            self._witness = Witness(computer, recipe, seat, self._state, exchange, self._recheck)
 
     def _agree(self, begin_from: BeginFrom) -> None:
         """Agree on the generation's state before any other use of it."""

@@ -102,6 +102,10 @@ class Recheck:
         self._others: dict[int, int] = {}
         self._disputed = -1
         self._parts: list[int] = []
+        self._compared: dict[int, int] = {}
+        """By the first shard: the checksums of this member's partial sums, when they were compared."""
+        self._compared_again: dict[int, int] = {}
+        """The same, of the partial sums that this member has checked."""
         self._missed: set[int] = set()
         """Steps in which a member had no memory to check a shard."""
 
@@ -133,6 +137,24 @@ class Recheck:
         """With all shards rechecked: the partial sums of this step that this member has checked, by the slot in which
         their owner has them. They stay until the next step's recheck."""
         return {slot: memory for slot, memory in self._spares.items() if memory and slot != _THIRD}
+
+    def changed_sums(self) -> list[Range]:
+        """With all shards rechecked: the partial sums of this member that are no longer those that were compared."""
+        return [
+            node
+            for node, slot in self._work.partials.results.items()
+            if checksum(self._slot(slot), 0, self._layout.size_bytes) != self._compared.get(node[0])
+        ]
+
+    def changed_second_sums(self) -> list[Range]:
+        """The same, of the sums that this member has checked."""
+        return [
+            node
+            for partials in self._work.everybody
+            for node, slot in partials.results.items()
+            if node[0] in self._compared_again
+            and checksum(self._spares_of(slot), 0, self._layout.size_bytes) != self._compared_again[node[0]]
+        ]
 
     # --- while this member computes its shards -----------------------------------------------------------------------
 
@@ -235,6 +257,7 @@ class Recheck:
             notices.append(dispute.notice())
         if self._seat.recheck.whole:
             self._compare_sums(step, pairs, found)
+            self._compared, self._compared_again = mine.owned_sums, mine.checked_sums
         self.due = next_recheck(self._seed, step + 1, self._seat.recheck)
         return notices if rank == 0 else []
 
@@ -314,6 +337,17 @@ def member_names(seat: Seat) -> dict[int, str]:
     workers = seat.workers or range(len(seat.ranges))
     hosts = seat.hosts or [""] * len(seat.ranges)
     return {rank: f"worker {worker} on {hosts[rank] or 'this host'}" for rank, worker in enumerate(workers)}
+
+
+def changed_in_memory(seat: Seat, rank: int, step: int, nodes: Sequence[Range]) -> ResultsDiffer:
+    first, end = nodes[0]
+    return ResultsDiffer(
+        f"the sum of the gradients of shards {first} to {end - 1} of step {step} changed in the memory of "
+        f"{member_names(seat)[rank]}. {last_good(step, seat.recheck, step - 1)}",
+        IF_AGAIN,
+        step,
+        first,
+    )
 
 
 def _differ(found: Sequence[_Found], shard: int, pair: tuple[int, int]) -> bool:

@@ -247,6 +247,19 @@ def test_a_flip_while_a_member_adds_up_its_own_shards_is_caught_before_any_sum_i
     assert "Step 3 was not committed. The last good step is 2" in error
 
 
+@pytest.mark.parametrize("over_gloo", [False, True])
+@pytest.mark.parametrize("ranges", [TWO, THREE])
+def test_a_flip_in_a_partial_sum_that_has_been_compared_names_the_member_whose_memory_it_is(
+    stage: Stage, port: int, ranges: tuple[tuple[int, int], ...], over_gloo: bool
+) -> None:
+    where = {"port": port, "name": f"recheck {next(_names)}"} if over_gloo else {}
+    script = Play(ranges, STEPS, ALL, later=LaterFlip(1, 3, "published"), **where)
+    found = stage.play(MEMBER, "train", [{"rank": number, "play": script} for number in range(len(ranges))])
+    assert {one.applied for one in found} == {3}
+    error = next(one.error for one in found if one.error != "aborted")
+    assert "of step 3 changed in the memory of worker 11 on this host. Step 3 was not committed" in error
+
+
 def test_over_gloo_without_rechecks_such_flips_change_the_weights(stage: Stage, port: int, twin: str) -> None:
     for where in ("partial", "sum"):
         script = Play(THREE, STEPS, later=LaterFlip(2, 3, where), port=port, name=f"recheck {next(_names)}")
