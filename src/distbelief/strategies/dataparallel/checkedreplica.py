@@ -43,7 +43,7 @@ class _Report(msgspec.Struct):
     copy: list[int]
     """The checksum of each tile of its state."""
     wrong_sums: list[int] = []
-    """The tiles whose sum is not the one that this member got."""
+    """The tiles for which this member got another sum than their owner."""
     rows: bytes = b""
     """Of its own shards, as the next two."""
     touched: bytes = b""

@@ -139,7 +139,7 @@ class Recheck:
         return {slot: memory for slot, memory in self._spares.items() if memory and slot != _THIRD}
 
     def changed_sums(self) -> list[Range]:
-        """With all shards rechecked: the partial sums of this member that are no longer those that were compared."""
+        """With all shards rechecked: this member's partial sums whose bytes have changed since they were compared."""
         return [
             node
             for node, slot in self._work.partials.results.items()
