@@ -14,7 +14,7 @@ from distbelief.control.credentials import Credential
 from distbelief.control.sockets import is_loopback
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.launch.rundir import check_idle
-from distbelief.options import RunOptions
+from distbelief.options import RunOptions, recheck_plan
 from distbelief.strategies import parse, plugin, require
 from distbelief.strategies.base import Strategy
 from distbelief.strategies.rules import degrees
@@ -145,6 +145,23 @@ class Launch:
     def takes_hosts(self) -> bool:
         """Whether agents of other hosts can take part: they must be able to reach the coordinator."""
         return self.placement.is_open or not is_loopback(self.placement.listen)
+
+    @property
+    def not_rechecked(self) -> str:
+        """A warning about what `--recheck all` does not compare in this run; empty: nothing, or another rate."""
+        if not recheck_plan(self.options.recheck).whole:
+            return ""
+        left_out = self.strategy.not_rechecked
+        if self.on_accelerators:
+            left_out = left_out or "the sums of all workers' gradients and the updates on accelerators"
+        elif self.options.workers == 1:
+            left_out = left_out or "the updates by a single worker"
+        if not left_out:
+            return ""
+        return (
+            f"all gradients are computed twice and compared; {left_out} are not: a bit that flips there gets into the "
+            "weights. allreduce with 2 workers or more on CPUs compares these too"
+        )
 
     @property
     def in_the_clear(self) -> str:

@@ -52,6 +52,8 @@ def lead(
         observer.started(launch.run_dir, launch.options.workers)
         if launch.in_the_clear:
             observer.log("security", launch.in_the_clear)
+        if launch.not_rechecked:
+            observer.log("recheck", launch.not_rechecked)
         invitation = run.start()
         if announce:
             announce(invitation)

@@ -518,6 +518,11 @@ class Strategy(ABC):
         return False
 
     @property
+    def not_rechecked(self) -> str:
+        """For people: the part of a step that `--recheck all` does not compare; empty: none."""
+        return ""
+
+    @property
     def state_on_device(self) -> bool:
         """Whether the run's state is on the members' devices. False: the state is in host memory, and accelerators hold
         copies of the parameters."""

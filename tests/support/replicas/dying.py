@@ -291,6 +291,10 @@ def _arm(member: DataParallelReplica, group: Exchange, doom: Death, die: Callabl
             at(member._recheck, "_gather", before=True)
         case "after the comparison":
             at(member._recheck, "_gather", before=False)
+        case "with its copy updated":
+            at(member, "_reports", before=True)
+        case "when all copies agree":
+            at(member, "_reports", before=False)
         case "with a tile torn":
             state.open = torn  # type: ignore[method-assign]
         case "before a function of after_update":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +23,9 @@ from distbelief.shards import Range, Schedule, shard_seed
 from distbelief.strategies.base import Seat
 from distbelief.strategies.dataparallel.prepared import PreparedAllReduce
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.strategies.flatmodel.rules.stepwork import WEIGHT, ShardWork
 from distbelief.transport.abort import Abort, Aborted
-from distbelief.transport.exchange import Exchange
+from distbelief.transport.exchange import AllContributions, Exchange
 from distbelief.transport.gloo.exchange import TorchExchange
 from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.exchange import SharedExchange
@@ -53,7 +55,9 @@ class LaterFlip:
     rank: int
     step: int
     where: str
-    """sum · update · norm · state (in memory that all members share, after the step)"""
+    """partial (a sum of this member's shards) · published (the same, after it was compared) · sum · copy (of a sum that
+    came over the network) · update · norm · rows (of losses and weights) · state (after the step) · optimizer (its
+    state, after the step)"""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,8 @@ def train(segments: SegmentClient, rank: int, play: Play) -> Ended:
             news += member.plan_lines()
             if later and (later.where, later.step) == ("state", step):
                 _flip_bit(member._state.values[0])
+            if later and (later.where, later.step) == ("optimizer", step):
+                _flip_bit(member._updates._optimizers[0]._held[0].views["exp_avg_sq"][1])
     except ResultsDiffer as found:
         error, hint, at = found.message, found.hint, (found.step, found.shard)
     except Aborted:
@@ -166,8 +172,56 @@ def _flip_bit(values: torch.Tensor) -> None:
 
 
 def _flip_later(member: DataParallelReplica, group: Exchange, flip: LaterFlip) -> None:
-    """The next time that this member adds up a tile, updates a tile or measures its part of the norm."""
+    """In this step, the first time that this member does it."""
     match flip.where:
+        case "partial":
+            adder, flipped = member._tile_adder, []
+
+            def adding(unit: ShardWork, last: bool) -> Callable[[int], None]:
+                ready = adder(unit, False)
+
+                def tile_ready(tile: int) -> None:
+                    ready(tile)
+                    if unit.additions and not flipped:
+                        flipped.append(tile)
+                        _flip_bit(member._tile_views(unit.additions[-1][0])[tile])
+                    if last:
+                        group.publish(tile)
+
+                return tile_ready
+
+            member._tile_adder = adding  # type: ignore[method-assign]
+        case "published":
+            publish_all = member._publish_all
+
+            def publishing() -> None:
+                member._publish_all = publish_all  # type: ignore[method-assign]
+                _flip_bit(member._tile_views(next(iter(member._work_of(flip.step).partials.results.values())))[1])
+                publish_all()
+
+            member._publish_all = publishing  # type: ignore[method-assign]
+        case "sum" | "copy" if isinstance(group, TorchExchange):
+            spread = group._spread
+
+            def spreading() -> None:
+                group._spread = spread  # type: ignore[method-assign]
+                if flip.where == "sum":
+                    _flip_bit(group._out[group._mine()[0]])
+                spread()
+                if flip.where == "copy":
+                    _flip_bit(group._out[0])
+
+            group._spread = spreading  # type: ignore[method-assign]
+        case "rows":
+            share_all = group.share
+
+            def shared_all(*arguments: Any) -> AllContributions:
+                found = share_all(*arguments)
+                found.rows[0, WEIGHT] += 1
+                group.share = share_all  # type: ignore[method-assign]
+                return found
+
+            group.share = shared_all  # type: ignore[method-assign]
         case "sum":
             reduce, calls = group._reduce, []  # type: ignore[attr-defined]
 

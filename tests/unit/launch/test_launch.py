@@ -280,6 +280,17 @@ def test_a_recheck_is_taken_where_members_can_do_it(tmp_path: Path, strategy: st
     assert plain(tmp_path, recheck="all").with_options(strategy=strategy).strategy.rechecks
 
 
+def test_what_is_not_rechecked_is_said(tmp_path: Path) -> None:
+    every = plain(tmp_path).with_options(recheck="all", workers=2)
+    assert "by a single worker are not" in every.with_options(workers=1).not_rechecked
+    assert every.not_rechecked == ""
+    assert every.with_options(strategy="allreduce:gloo").not_rechecked == ""
+    servers = every.with_options(strategy="ps:sync")
+    assert "the sums and updates on the servers are not" in servers.not_rechecked
+    assert servers.with_options(recheck="auto").not_rechecked == ""
+    assert "on accelerators are not" in every.with_options(device="cuda").not_rechecked
+
+
 def test_what_travels_in_the_clear_is_said(tmp_path: Path) -> None:
     far = plain(tmp_path).placed(listen="tcp://10.0.0.1:*")
     assert "ps:sync" in far.in_the_clear

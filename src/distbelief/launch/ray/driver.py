@@ -54,6 +54,8 @@ def run(launch: Launch, observer: Observer) -> dict[str, Any]:
             observer.log("ray", "started a Ray cluster on this machine for this run")
         elif clear := launch.placed(listen="tcp://0.0.0.0:*").in_the_clear:
             observer.log("security", clear)
+        if launch.not_rechecked:
+            observer.log("recheck", launch.not_rechecked)
         return driver.run()
 
 

@@ -25,6 +25,7 @@ from distbelief.control.credentials import Credential
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import BeginFrom, Fetch, Loop, Seat, ServerLink, nothing_saved
+from distbelief.strategies.dataparallel.checkedreplica import CheckedReplica
 from distbelief.strategies.dataparallel.compressed import CompressedDeviceReplica, CompressedReplica, compressing
 from distbelief.strategies.dataparallel.devicereplica import DeviceReplica
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
@@ -191,6 +192,8 @@ class PreparedAllReduce(PreparedModel):
             return DeviceReplica(*given, exchange, fetch, self._exact, begin_from)
         if isinstance(exchange, CompressedExchange):
             return CompressedReplica(*given, exchange, fetch, self._exact, begin_from)
+        if isinstance(exchange, TorchExchange) and seat.recheck.whole:
+            return CheckedReplica(*given, exchange, fetch, self._exact, begin_from)
         return DataParallelReplica(*given, exchange, fetch, self._exact, begin_from)
 
 

@@ -146,13 +146,13 @@ class DataParallelReplica(TileCopies):
             )
         self._began_at = self._unit_s = 0.0
         first = self._state.steps_applied
-        self._recheck = Recheck(computer, seat, first, self._gather, self._check)
+        self._recheck = Recheck(computer, seat, first, self._gather, exchange.slot, self._check)
         self._is_rechecked = False
         """Whether the step under way is rechecked."""
         self._news: list[str] = []
         self._witness = None
         if seat.recheck.whole and exchange.shares_state and exchange.size > 1:
-            self._witness = Witness(computer, recipe, seat, self._state, exchange)
+            self._witness = Witness(computer, recipe, seat, self._state, exchange, self._recheck)
 
     def _agree(self, begin_from: BeginFrom) -> None:
         """Agree on the generation's state before any other use of it."""
@@ -221,7 +221,7 @@ class DataParallelReplica(TileCopies):
         self._began_at = time.perf_counter()
         self._is_rechecked = step == self._recheck.due
         if self._is_rechecked:
-            self._recheck.begin(step, self._schedule.occupied(step), work.computed_by)
+            self._recheck.begin(step, self._schedule.occupied(step), work)
         units = work.partials.work
         self._compute_units(step, units)
         self._unit_s = (time.perf_counter() - self._began_at) / max(len(units), 1)

@@ -5,6 +5,9 @@ state), to which it applies every step itself: it adds up the partial sums and r
 any member updates a tile, all members exchange the checksums of these copies. The owner of a tile compares its own
 result with the witness's before it marks the tile as done, so a step in which they differ is not committed.
 
+Owner and witness read the same partial sums. So after the witnesses have read them, every member compares its partial
+sums with the checksums that the recheck of the step agreed on.
+
 A copy goes on from step to step. So a bit that flips in the state between two steps is found too.
 """
 
@@ -19,7 +22,7 @@ import torch
 from distbelief.errors import ResultsDiffer
 from distbelief.strategies.base import Seat
 from distbelief.strategies.flatmodel.compute import ShardComputer
-from distbelief.strategies.flatmodel.recheck import checksum, member_names
+from distbelief.strategies.flatmodel.recheck import IF_AGAIN, Recheck, changed_in_memory, checksum, member_names
 from distbelief.strategies.flatmodel.rules.rechecks import last_good, shortened
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileUpdates, set_buffers, state_bytes
@@ -35,12 +38,14 @@ class Witness:
     """Collective: all members construct it at the same point of a generation, and call `expect` in every step."""
 
     def __init__(
-        self, computer: ShardComputer, recipe: Recipe, seat: Seat, state: ReplicaState, exchange: Exchange
-    ) -> None:
+        self, computer: ShardComputer, recipe: Recipe, seat: Seat, state: ReplicaState, exchange: Exchange,
+        recheck: Recheck,
+    ) -> None:  # fmt: skip
         self._layout = layout = computer.layout
         self._seat = seat
         self._state = state
         self._exchange = exchange
+        self._recheck = recheck
         self._expected: dict[int, int] = {}
         owned = [msgspec.msgpack.decode(one) for one in exchange.gather(msgspec.msgpack.encode(list(exchange.tiles)))]
         tiles: list[int] = owned[(seat.rank + 1) % len(owned)]
@@ -80,6 +85,8 @@ class Witness:
         gathered = self._exchange.gather(msgspec.msgpack.encode(found))
         before = (self._seat.rank - 1) % len(gathered)
         self._expected = msgspec.msgpack.decode(gathered[before], type=dict[int, int])
+        if changed := self._recheck.changed_sums():
+            raise changed_in_memory(self._seat, self._seat.rank, step, changed)
 
     def confirm(self, step: int, tile: int) -> None:
         """Compare a tile that this member has updated with its witness's copy."""
@@ -94,7 +101,7 @@ class Witness:
             f"{names[owner]} and {names[witness]} got different values of {shortened(parts)} from step {step}: the sum "
             f"of the gradients, the optimizer or the memory of one of them is wrong. "
             f"{last_good(step, self._seat.recheck, step - 1)}",
-            "`distbelief resume RUN` goes on from the newest checkpoint; if it happens again, replace the machine",
+            IF_AGAIN,
             step,
             -1,
         )

@@ -11,20 +11,22 @@ generation takes over were rechecked before.
    computes it too. All members come to the same verdict (rules/rechecks.py): the owner's new gradients are used, with a
    notice, or ResultsDiffer is raised.
 
-What is covered: everything that leads to a shard's gradients, from the samples to the slot. The addition of partial
-sums and the optimizer are not; with `--recheck all` on one host, dataparallel/witness.py covers them.
+What is covered: everything that leads to a shard's gradients, from the samples to the slot. With `--recheck all` the
+checker also adds up the shards, as the owner does, and the checksums of the partial sums are compared too. The addition
+of all members' partial sums and the optimizer are covered by dataparallel/witness.py (one host) and
+dataparallel/checkedreplica.py (gloo).
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 
 import msgspec
 import torch
 
 from distbelief.errors import ResultsDiffer
+from distbelief.shards import Range
 from distbelief.strategies.base import Seat
 from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.rules.rechecks import (
@@ -37,12 +39,19 @@ from distbelief.strategies.flatmodel.rules.rechecks import (
     next_recheck,
     rechecked,
     shifts,
+    shortened,
     third_member,
 )
+from distbelief.strategies.flatmodel.rules.stepwork import Partials, ShardWork, StepWork
 from distbelief.transport.device.accelerator import memory_on
-from distbelief.transport.exchange import TRANSFER_BYTES
+from distbelief.transport.exchange import TRANSFER_BYTES, tile_views
 from distbelief.transport.shm.memfd import free_memory_bytes, require_memory
 from distbelief.transport.shm.segment import Memory
+
+IF_AGAIN = "`distbelief resume RUN` goes on from the newest checkpoint; if it happens again, replace the machine"
+"""The hint where a difference passes with the step that shows it."""
+_THIRD = -1
+"""The spare for shards that this member computes as a third member."""
 
 
 class _Found(msgspec.Struct):
@@ -51,22 +60,28 @@ class _Found(msgspec.Struct):
     owned: dict[int, int] = {}
     checked: dict[int, int] = {}
     third: int = -1
+    owned_sums: dict[int, int] = {}
+    """By the first shard of the partial sum."""
+    checked_sums: dict[int, int] = {}
     owned_parts: list[int] = []
-    """Of the disputed shard, on its owner: a checksum of each entry of the layout."""
+    """Of the disputed shard or partial sum, on its owner: a checksum of each entry of the layout."""
     checked_parts: list[int] = []
     """The same, on its checker."""
 
 
 Compute = Callable[[int, int, Memory], bytes]
 """(step, shard, memory) -> what comes with the gradients of the shard, which is computed into that memory."""
+Slot = Callable[[int], Memory]
+"""A slot of this member -> its memory."""
 
 
 class Recheck:
     """A member's rechecks in one generation. `due` is the next step that has one; -1: none."""
 
     def __init__(
-        self, computer: ShardComputer, seat: Seat, first: int, gather: Callable[[bytes], list[bytes]], compute: Compute
-    ) -> None:
+        self, computer: ShardComputer, seat: Seat, first: int, gather: Callable[[bytes], list[bytes]], slot: Slot,
+        compute: Compute,
+    ) -> None:  # fmt: skip
         """`first`: the first step of the generation."""
         self._seed = computer.job.seed
         self.due = next_recheck(self._seed, first, seat.recheck)
@@ -74,20 +89,34 @@ class Recheck:
         self._device = computer.device
         self._seat = seat
         self._gather = gather
+        self._slot = slot
         self._compute = compute
+        self._hosts: Sequence[str] = seat.hosts or [""] * len(seat.ranges)
+        self._shifts = shifts(self._hosts)
+        self._work = StepWork(Partials((), {}), [], [], 0)
+        """Of the present step."""
+        self._spares: dict[int, Memory | None] = {}
         self._owners: dict[int, int] = {}
         """The rechecked shards of the present step -> the ranks that compute them."""
         self._slots: dict[int, int] = {}
         self._others: dict[int, int] = {}
         self._disputed = -1
         self._parts: list[int] = []
+        self._compared: dict[int, int] = {}
+        """By the first shard: the checksums of this member's partial sums, when they were compared."""
+        self._compared_again: dict[int, int] = {}
+        """The same, of the partial sums that this member has checked."""
         self._missed: set[int] = set()
         """Steps in which a member had no memory to check a shard."""
 
-    @cached_property
-    def _spare(self) -> Memory | None:
-        """A slot for the shards that this member checks, which the first recheck allocates. None: there is no memory
-        for it, and this member checks none; if all shards are to be rechecked, that is an error."""
+    def _spare(self, slot: int) -> Memory | None:
+        """Memory for what another member has in that slot, which the first recheck allocates. None: there is none, and
+        this member checks no shards; if all shards are to be rechecked, that is an error."""
+        if slot not in self._spares:
+            self._spares[slot] = self._allocated()
+        return self._spares[slot]
+
+    def _allocated(self) -> Memory | None:
         if self._device.type == "cpu":
             if self._seat.recheck.whole:
                 require_memory("rechecks", self._layout.size_bytes)
@@ -100,19 +129,39 @@ class Recheck:
                 raise
             return None
 
-    @cached_property
-    def _hosts(self) -> Sequence[str]:
-        return self._seat.hosts or [""] * len(self._seat.ranges)
+    def shift(self, step: int) -> int:
+        """The checker of a member's shards is the member whose rank is greater by this number."""
+        return choose_shift(self._seed, step, self._shifts)
 
-    @cached_property
-    def _shifts(self) -> list[int]:
-        return shifts(self._hosts)
+    def second_sums(self) -> dict[int, Memory]:
+        """With all shards rechecked: the partial sums of this step that this member has checked, by the slot in which
+        their owner has them. They stay until the next step's recheck."""
+        return {slot: memory for slot, memory in self._spares.items() if memory and slot != _THIRD}
+
+    def changed_sums(self) -> list[Range]:
+        """With all shards rechecked: this member's partial sums whose bytes have changed since they were compared."""
+        return [
+            node
+            for node, slot in self._work.partials.results.items()
+            if checksum(self._slot(slot), 0, self._layout.size_bytes) != self._compared.get(node[0])
+        ]
+
+    def changed_second_sums(self) -> list[Range]:
+        """The same, of the sums that this member has checked."""
+        return [
+            node
+            for partials in self._work.everybody
+            for node, slot in partials.results.items()
+            if node[0] in self._compared_again
+            and checksum(self._spares_of(slot), 0, self._layout.size_bytes) != self._compared_again[node[0]]
+        ]
 
     # --- while this member computes its shards -----------------------------------------------------------------------
 
-    def begin(self, step: int, occupied: int, computed_by: Mapping[int, int]) -> None:
+    def begin(self, step: int, occupied: int, work: StepWork) -> None:
         """This member begins to compute its shards of a step that is rechecked."""
         # shards of earlier generations were rechecked before they were published
+        self._work, computed_by = work, work.computed_by
         found = rechecked(self._seed, step, occupied, self._seat.recheck.whole)
         self._owners = {shard: computed_by[shard] for shard in found if shard in computed_by}
         self._slots.clear()
@@ -130,16 +179,47 @@ class Recheck:
 
     def _checksum(self, shard: int, slot: Memory) -> int:
         if shard == self._disputed:
-            self._parts = [
-                checksum(slot, entry.offset_bytes, entry.numel * entry.dtype.itemsize) for entry in self._layout.entries
-            ]
+            self._parts = self._parts_of(slot)
         return checksum(slot, 0, self._layout.size_bytes)
 
-    def _check(self, step: int, shard: int) -> int:
+    def _parts_of(self, slot: Memory) -> list[int]:
+        """The checksum of each entry of the layout."""
+        return [checksum(slot, one.offset_bytes, one.numel * one.dtype.itemsize) for one in self._layout.entries]
+
+    def _check(self, step: int, shard: int, into: Memory) -> int:
         """The checksum of a shard that this member computes for a recheck."""
-        assert self._spare is not None
-        others = self._compute(step, shard, self._spare)
-        return _joined(self._checksum(shard, self._spare), zlib.crc32(others))
+        others = self._compute(step, shard, into)
+        return _joined(self._checksum(shard, into), zlib.crc32(others))
+
+    def _check_all(self, step: int, pairs: Mapping[int, tuple[int, int]], mine: _Found) -> None:
+        """Compute the shards that this member checks, and with all shards rechecked also their partial sums."""
+        rank, whole = self._seat.rank, self._seat.recheck.whole
+        for owner, partials in enumerate(self._work.everybody):
+            for unit in partials.work:
+                if pairs.get(unit.shard, (owner, -1))[1] != rank:
+                    continue
+                if memory := self._spare(unit.slot if whole else 0):
+                    mine.checked[unit.shard] = self._check(step, unit.shard, memory)
+                    if whole:
+                        self._add(unit)
+            if whole:
+                mine.checked_sums |= {
+                    first: checksum(self._spares_of(slot), 0, self._layout.size_bytes)
+                    for (first, _), slot in partials.results.items()
+                    if first in mine.checked
+                }
+
+    def _spares_of(self, slot: int) -> Memory:
+        memory = self._spare(slot)
+        assert memory is not None, "with all shards rechecked, missing memory is an error"
+        return memory
+
+    def _add(self, unit: ShardWork) -> None:
+        """Add a checked shard to its siblings, as its owner does."""
+        for into, other in unit.additions:
+            tiles = zip(*(tile_views(self._spares_of(slot), self._layout.tiles) for slot in (into, other)), strict=True)
+            for sum_of_tile, sibling in tiles:
+                sum_of_tile.add_(sibling)
 
     # --- the comparison ----------------------------------------------------------------------------------------------
 
@@ -148,11 +228,11 @@ class Recheck:
         ResultsDiffer. `redo` computes all of this member's own shards again. Returns notices about differences that
         have passed, on rank 0."""
         size, rank = len(self._seat.ranges), self._seat.rank
-        shift = choose_shift(self._seed, step, self._shifts)
+        shift = self.shift(step)
         pairs = {shard: (owner, (owner + shift) % size) for shard, owner in self._owners.items()}
-        mine = [shard for shard, (_, checker) in pairs.items() if checker == rank]
-        checked = {shard: self._check(step, shard) for shard in mine if self._spare}
-        found = self._exchange(_Found(self._owned(), checked))
+        mine = _Found()
+        self._check_all(step, pairs, mine)
+        found = self._exchange(mine)
         if any(shard not in found[checker].checked for shard, (_, checker) in pairs.items()):
             self._missed.add(step)
         settled: set[int] = set()
@@ -161,47 +241,86 @@ class Recheck:
             shard = differing[0]
             owner, checker = pairs[shard]
             third = third_member(owner, checker, self._hosts)
-            again = self._compute_again(step, shard, owner, checker, third, checked, redo)
+            again = self._compute_again(step, shard, pairs, third, mine, redo)
             verdict = judge_results(
                 Results(owner, (found[owner].owned[shard], again[owner].owned[shard])),
                 Results(checker, (found[checker].checked[shard], again[checker].checked[shard])),
                 None if third is None or again[third].third < 0 else Results(third, (again[third].third,)),
                 self._hosts,
             )
-            parts = zip(self._layout.entries, again[owner].owned_parts, again[checker].checked_parts, strict=True)
-            names = [entry.name for entry, one, other in parts if one != other]
+            names = self._different(again[owner], again[checker])
             dispute = Dispute(step, shard, verdict, member_names(self._seat), names)
             if verdict.kind != "passing" or shard in settled:
                 raise self._error(dispute)
             settled.add(shard)
             found = again
             notices.append(dispute.notice())
+        if self._seat.recheck.whole:
+            self._compare_sums(step, pairs, found)
+            self._compared, self._compared_again = mine.owned_sums, mine.checked_sums
         self.due = next_recheck(self._seed, step + 1, self._seat.recheck)
         return notices if rank == 0 else []
 
     def _compute_again(
-        self, step: int, shard: int, owner: int, checker: int, third: int | None, checked: dict[int, int],
+        self, step: int, shard: int, pairs: Mapping[int, tuple[int, int]], third: int | None, mine: _Found,
         redo: Callable[[], None],
     ) -> list[_Found]:  # fmt: skip
         """All members that decide on a shard compute it, at the same time."""
-        rank, mine = self._seat.rank, _Found()
+        rank, (owner, checker) = self._seat.rank, pairs[shard]
+        mine.third, mine.owned_parts, mine.checked_parts = -1, [], []
         self._disputed = shard
         if rank == owner:
             redo()
             mine.owned_parts = self._parts
         if rank == checker:
-            checked[shard] = self._check(step, shard)
+            self._check_all(step, pairs, mine)
             mine.checked_parts = self._parts
-        if rank == third and self._spare:
-            mine.third = self._check(step, shard)
+        if rank == third and (memory := self._spare(_THIRD)):
+            mine.third = self._check(step, shard, memory)
         self._disputed = -1
-        mine.owned, mine.checked = self._owned(), checked
         return self._exchange(mine)
 
-    def _owned(self) -> dict[int, int]:
-        return {shard: _joined(slot, self._others[shard]) for shard, slot in self._slots.items()}
+    def _compare_sums(self, step: int, pairs: Mapping[int, tuple[int, int]], found: Sequence[_Found]) -> None:
+        """Compare the partial sums, of shards on which owner and checker agree."""
+        for owner, partials in enumerate(self._work.everybody):
+            for node, slot in partials.results.items():
+                checker = pairs[node[0]][1]
+                if found[owner].owned_sums[node[0]] != found[checker].checked_sums[node[0]]:
+                    raise self._sums_differ(step, node, slot, owner, checker)
+
+    def _sums_differ(self, step: int, node: Range, slot: int, owner: int, checker: int) -> ResultsDiffer:
+        mine = _Found()
+        if self._seat.rank == owner:
+            mine.owned_parts = self._parts_of(self._slot(slot))
+        if self._seat.rank == checker:
+            mine.checked_parts = self._parts_of(self._spares_of(slot))
+        found = self._gathered(mine)
+        parts = shortened(self._different(found[owner], found[checker]))
+        names = member_names(self._seat)
+        shards = f"shards {node[0]} to {node[1] - 1}" if node[1] - node[0] > 1 else f"shard {node[0]}"
+        return ResultsDiffer(
+            f"{names[owner]} and {names[checker]} got different sums of the gradients of {shards} of step {step} "
+            f"({parts}), although the gradients of each shard agreed: the sum or the memory of one of them is wrong. "
+            f"{last_good(step, self._seat.recheck, step - 1)}",
+            IF_AGAIN,
+            step,
+            node[0],
+        )
+
+    def _different(self, owner: _Found, checker: _Found) -> list[str]:
+        parts = zip(self._layout.entries, owner.owned_parts, checker.checked_parts, strict=True)
+        return [entry.name for entry, one, other in parts if one != other]
 
     def _exchange(self, mine: _Found) -> list[_Found]:
+        mine.owned = {shard: _joined(slot, self._others[shard]) for shard, slot in self._slots.items()}
+        if self._seat.recheck.whole:
+            mine.owned_sums = {
+                first: checksum(self._slot(slot), 0, self._layout.size_bytes)
+                for (first, _), slot in self._work.partials.results.items()
+            }
+        return self._gathered(mine)
+
+    def _gathered(self, mine: _Found) -> list[_Found]:
         return [msgspec.msgpack.decode(one, type=_Found) for one in self._gather(msgspec.msgpack.encode(mine))]
 
     def _error(self, dispute: Dispute) -> ResultsDiffer:
@@ -218,6 +337,17 @@ def member_names(seat: Seat) -> dict[int, str]:
     workers = seat.workers or range(len(seat.ranges))
     hosts = seat.hosts or [""] * len(seat.ranges)
     return {rank: f"worker {worker} on {hosts[rank] or 'this host'}" for rank, worker in enumerate(workers)}
+
+
+def changed_in_memory(seat: Seat, rank: int, step: int, nodes: Sequence[Range]) -> ResultsDiffer:
+    first, end = nodes[0]
+    return ResultsDiffer(
+        f"the sum of the gradients of shards {first} to {end - 1} of step {step} changed in the memory of "
+        f"{member_names(seat)[rank]}. {last_good(step, seat.recheck, step - 1)}",
+        IF_AGAIN,
+        step,
+        first,
+    )
 
 
 def _differ(found: Sequence[_Found], shard: int, pair: tuple[int, int]) -> bool:

@@ -60,6 +60,10 @@ class ParameterServer(ParameterServerOptions, Strategy):
         return self.exact and not self.backups
 
     @property
+    def not_rechecked(self) -> str:
+        return "the sums and updates on the servers"
+
+    @property
     def transport(self) -> Literal["auto", "shm", "gloo"]:
         """The transport between workers. If it uses the network, servers are reached over the network too."""
         return "gloo" if self.over == "tcp" else self.over

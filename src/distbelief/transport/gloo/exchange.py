@@ -7,7 +7,7 @@ addition. Every member then applies the whole step to its own replica.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,11 +23,12 @@ from distbelief.transport.exchange import (
     Source,
     StepPlan,
     depth,
+    tile_views,
     tree_add,
 )
 from distbelief.transport.gloo.group import TorchGroup, wait_all
 from distbelief.transport.gloo.rendezvous import Rendezvous
-from distbelief.transport.shm.segment import Segment
+from distbelief.transport.shm.segment import Memory, Segment
 
 TIMED = (
     Instrument("reduce", __name__, "TorchExchange", ("begin", "publish", "reduced", "settle")),
@@ -190,6 +191,43 @@ class TorchExchange(TorchGroup):
             else:
                 found.append((owner, shape.offset_bytes, end))
             previous = tile
+        return found
+
+    def add_again(self, plan: StepPlan, slots: Mapping[int, Memory], shift: int) -> dict[int, torch.Tensor]:
+        """Add up the step a second time, from partial sums that other members have (`plan.sources`; this member's are
+        in `slots`), and on other members: the rank that adds a tile is greater by `shift`. Returns the sums of this
+        member's tiles."""
+        above = self._geometry.shards  # no source of the first sums has such a number
+        adder = [(owner + shift) % self.size for owner in self._owner]
+        mine = [tile for tile in self._plain if adder[tile] == self.rank]
+        views = {slot: tile_views(memory, self._geometry.tiles) for slot, memory in slots.items()}
+        receives: dict[int, list[dist.Work | None]] = {}
+        sends: list[dist.Work | None] = []
+        found: dict[int, torch.Tensor] = {}
+        numbers = list(enumerate(plan.sources, above))
+        with self.network():
+            for tile in mine:
+                receives[tile] = [
+                    dist.irecv(self._stage(number, tile), source.rank, tag=self._tag(number, tile))
+                    for number, source in numbers
+                    if source.rank != self.rank
+                ]
+            for tile in self._plain:
+                if adder[tile] != self.rank:
+                    sends += [
+                        dist.isend(views[source.slot][tile], adder[tile], tag=self._tag(number, tile))
+                        for number, source in numbers
+                        if source.rank == self.rank
+                    ]
+            for tile in mine:
+                wait_all(receives[tile])
+                parts = [
+                    views[source.slot][tile] if source.rank == self.rank else self._stage(number, tile)
+                    for number, source in numbers
+                ]
+                found[tile] = out = torch.empty_like(parts[0])
+                tree_add(plan.program, parts, out, [torch.empty_like(out) for _ in range(depth(plan.program))])
+            wait_all(sends)
         return found
 
     def share_squares(self, mine: dict[int, float]) -> list[float]:

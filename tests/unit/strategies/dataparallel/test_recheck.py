@@ -186,6 +186,90 @@ def test_without_rechecks_such_flips_change_the_weights(stage: Stage, twin: str)
         assert play(stage, Play(THREE, STEPS, later=LaterFlip(1, 2, where)))[0].sha256 != twin, where
 
 
+GLOO = ("copy", "update", "norm", "rows")
+"""Where a flip is in what one member alone has."""
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("ranges", [ONE, TWO, THREE])
+def test_over_gloo_a_recheck_of_every_shard_changes_no_bit(
+    stage: Stage, port: int, ranges: tuple[tuple[int, int], ...], clips: bool
+) -> None:
+    never, every = (
+        play(stage, Play(ranges, STEPS, plan, port=port, name=f"recheck {next(_names)}", clips=clips))[0]
+        for plan in (NEVER, ALL)
+    )
+    assert (every.sha256, every.error) == (never.sha256, "")
+
+
+@pytest.mark.parametrize(
+    ("ranges", "where", "rank"),
+    [
+        *((ranges, where, 1) for ranges in (TWO, THREE) for where in ("sum", *GLOO, "state", "optimizer")),
+        (TWO, "sum", 0),
+        (THREE, "copy", 2),
+        (THREE, "optimizer", 0),
+    ],
+)
+def test_over_gloo_a_flip_after_the_gradients_is_caught_before_the_commit(
+    stage: Stage, port: int, ranges: tuple[tuple[int, int], ...], where: str, rank: int
+) -> None:
+    """With three hosts the host with the flip alone is named, except of a sum; with two hosts both are."""
+    hosts = ("ant", "bee", "cat")[: len(ranges)]
+    later = LaterFlip(rank, 2, where)
+    script = Play(ranges, STEPS, ALL, hosts=hosts, port=port, name=f"recheck {next(_names)}", later=later)
+    found = stage.play(MEMBER, "train", [{"rank": number, "play": script} for number in range(len(ranges))])
+    step = 3 if where in ("state", "optimizer") else 2
+    assert {one.applied for one in found} == {step}, "the step is not committed"
+    assert len({one.error for one in found} - {"aborted"}) == 1
+    error = next(one.error for one in found if one.error != "aborted")
+    assert f"worker {10 + rank} on {hosts[rank]}" in error
+    assert f"Step {step} was not committed. The last good step is {step - 1}" in error
+    if where == "rows" or (len(ranges) == 3 and where != "sum"):
+        assert error.startswith(f"worker {10 + rank} on {hosts[rank]} ")
+    else:
+        assert all(f" on {host}" in error for host in hosts) or where == "sum"
+
+
+@pytest.mark.parametrize("over_gloo", [False, True])
+@pytest.mark.parametrize("ranges", [TWO, THREE])
+def test_a_flip_while_a_member_adds_up_its_own_shards_is_caught_before_any_sum_is_published(
+    stage: Stage, port: int, ranges: tuple[tuple[int, int], ...], over_gloo: bool
+) -> None:
+    where = {"port": port, "name": f"recheck {next(_names)}"} if over_gloo else {}
+    last = len(ranges) - 1
+    script = Play(ranges, STEPS, ALL, later=LaterFlip(last, 3, "partial"), **where)
+    found = stage.play(MEMBER, "train", [{"rank": number, "play": script} for number in range(len(ranges))])
+    assert {one.applied for one in found} == {3}
+    error = next(one.error for one in found if one.error != "aborted")
+    assert "got different sums of the gradients of shards" in error
+    assert f"worker {10 + last} on this host" in error
+    assert "Step 3 was not committed. The last good step is 2" in error
+
+
+@pytest.mark.parametrize("over_gloo", [False, True])
+@pytest.mark.parametrize("ranges", [TWO, THREE])
+def test_a_flip_in_a_partial_sum_that_has_been_compared_names_the_member_whose_memory_it_is(
+    stage: Stage, port: int, ranges: tuple[tuple[int, int], ...], over_gloo: bool
+) -> None:
+    where = {"port": port, "name": f"recheck {next(_names)}"} if over_gloo else {}
+    script = Play(ranges, STEPS, ALL, later=LaterFlip(1, 3, "published"), **where)
+    found = stage.play(MEMBER, "train", [{"rank": number, "play": script} for number in range(len(ranges))])
+    assert {one.applied for one in found} == {3}
+    error = next(one.error for one in found if one.error != "aborted")
+    assert "of step 3 changed in the memory of worker 11 on this host. Step 3 was not committed" in error
+
+
+def test_over_gloo_without_rechecks_such_flips_change_the_weights(stage: Stage, port: int, twin: str) -> None:
+    for where in ("partial", "sum"):
+        script = Play(THREE, STEPS, later=LaterFlip(2, 3, where), port=port, name=f"recheck {next(_names)}")
+        assert play(stage, script)[0].sha256 != twin, where
+    for where in (*GLOO, "state", "optimizer"):
+        script = Play(THREE, STEPS, later=LaterFlip(1, 2, where), port=port, name=f"recheck {next(_names)}")
+        found = stage.play(MEMBER, "train", [{"rank": number, "play": script} for number in range(3)])
+        assert any(one.sha256 != twin for one in found), where
+
+
 NEW_POINTS = ["in a recheck", "before the comparison", "after the comparison"]
 
 
@@ -211,7 +295,9 @@ def test_a_death_in_a_step_that_is_rechecked_changes_no_bit(
     assert all(one.fingerprints == undisturbed.fingerprints for one in found)
 
 
-@pytest.mark.parametrize("point", ["in a recheck", "after the comparison"])
+@pytest.mark.parametrize(
+    "point", ["in a recheck", "after the comparison", "with its copy updated", "when all copies agree"]
+)
 def test_over_gloo_a_death_in_a_recheck_changes_no_bit(
     stage: Stage, port: int, undisturbed: Survived, point: str
 ) -> None:

@@ -11,7 +11,7 @@ the same numbers come to the same answers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -153,6 +153,23 @@ def _votes(ranks: set[int], involved: Sequence[int], hosts: Sequence[str]) -> in
     return len({hosts[rank] for rank in ranks})
 
 
+def odd_copies(copies: Sequence[Hashable], hosts: Sequence[str]) -> tuple[int, ...]:
+    """The ranks whose copies are not that of the majority; all ranks if there is no majority; none if all are equal.
+
+    >>> odd_copies([7, 1, 7], ["a", "b", "c"]), odd_copies([7, 1], ["a", "b"]), odd_copies([7, 7, 1], ["a", "a", "b"])
+    ((1,), (0, 1), (0, 1, 2))
+    >>> odd_copies([7, 7], ["a", "b"])
+    ()
+    """
+    everybody = range(len(copies))
+    holders: dict[Hashable, set[int]] = {}
+    for rank, copy in enumerate(copies):
+        holders.setdefault(copy, set()).add(rank)
+    votes = {copy: _votes(ranks, everybody, hosts) for copy, ranks in holders.items()}
+    first = [copy for copy, count in votes.items() if count == max(votes.values())]
+    return tuple(rank for rank in everybody if len(first) > 1 or copies[rank] != first[0])
+
+
 # --- what people are told -------------------------------------------------------------------------------------------
 
 
@@ -170,7 +187,7 @@ class Dispute:
 
     def notice(self) -> str:
         """Of a passing difference."""
-        wrong, right = _listed(self._named(self.verdict.wrong)), _listed(self._named(self.verdict.right))
+        wrong, right = listed(self._named(self.verdict.wrong)), listed(self._named(self.verdict.right))
         where = f"shard {self.shard} of step {self.step}"
         again = "If a machine is named again, it computes wrongly"
         if not right:
@@ -184,7 +201,7 @@ class Dispute:
         )
 
     def message(self) -> str:
-        wrong, right = _listed(self._named(self.verdict.wrong)), _listed(self._named(self.verdict.right))
+        wrong, right = listed(self._named(self.verdict.wrong)), listed(self._named(self.verdict.right))
         where = f"shard {self.shard} of step {self.step}"
         parts = f" ({shortened(self.different)})" if self.different else ""
         match self.verdict.kind:
@@ -232,5 +249,5 @@ def shortened(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + rest
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

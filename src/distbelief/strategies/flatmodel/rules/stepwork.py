@@ -134,6 +134,8 @@ class StepWork:
     """The number of shards that are computed although an earlier generation began the step."""
     computed_by: Mapping[int, int] = field(default_factory=dict)
     """Shard -> the rank that computes it. Shards whose sums an earlier generation published are not in it."""
+    everybody: Sequence[Partials] = ()
+    """Each rank's operations."""
 
 
 def plan_step(shards: int, occupied: int, ranges: Sequence[Range], rank: int) -> StepWork:
@@ -196,7 +198,7 @@ def _work(
     sources = [source for _, source in found]
     order = program(shards, occupied, {node: number for number, (node, _) in enumerate(found)})
     computed_by = {unit.shard: owner for owner, partials in enumerate(everybody) for unit in partials.work}
-    return StepWork(everybody[rank], mine, sources, order, recomputed, computed_by)
+    return StepWork(everybody[rank], mine, sources, order, recomputed, computed_by, everybody)
 
 
 def _runs(shards: Sequence[int]) -> list[Range]:

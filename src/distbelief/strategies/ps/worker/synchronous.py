@@ -103,7 +103,7 @@ class SynchronousReplica(ParameterServerMember):
         self._rooms: dict[int, list[torch.Tensor]] = {}
         self._takeover: tuple[int, StepWork] | None = None
         self._join()
-        self._recheck = Recheck(computer, seat, self._applied, self._gather, self._check)
+        self._recheck = Recheck(computer, seat, self._applied, self._gather, exchange.room, self._check)
         self._is_rechecked = False
         """Whether the step under way is rechecked: before any of its sums is pushed."""
 
@@ -193,7 +193,7 @@ class SynchronousReplica(ParameterServerMember):
         self._pushed.clear()
         self._is_rechecked = step == self._recheck.due
         if self._is_rechecked:
-            self._recheck.begin(step, self._schedule.occupied(step), self._work_of(step).computed_by)
+            self._recheck.begin(step, self._schedule.occupied(step), self._work_of(step))
         complete_with = self._work_of(step).partials.complete_with if self._early and not self._is_rechecked else {}
         for unit in self._units(step):
             self._compute_unit(step, unit, complete_with.get(unit.shard, []))
