@@ -111,7 +111,7 @@ class Cluster:
         members = self.members()
         hosts = {self.host_of(member) for member in members}
         living = all(is_alive(int(member["pid"])) for member in members)
-        return living and len(members) == WANTED and hosts == {1, 2}
+        return living and len(members) >= WANTED and hosts == {1, 2}
 
     @staticmethod
     def host_of(member: dict[str, Any]) -> int:

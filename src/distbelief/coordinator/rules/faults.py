@@ -291,14 +291,6 @@ def _estrange(state: State, workers: dict[int, str], now: float) -> Result:
     return state, outputs + more
 
 
-def returned(state: State, worker: Worker, now: float) -> Result:
-    """An estranged worker is heard of again."""
-    state = with_worker(state, replace(worker, estranged=False, finished=None))
-    if state.phase == "gathering":
-        return start_when_complete(state, now)
-    return regroup(state, "join", f"{worker.name} is back", now)
-
-
 def host_lost(state: State, event: m.HostLost, now: float) -> Result:
     """A host is reported lost. If its workers are alive all the same, they are taken back when they are heard of."""
     answer = Reply(m.Answer(state.epoch, True, "heard"))

@@ -60,7 +60,7 @@ def offered(state: State, event: m.HostOffered, now: float) -> Result:
     taken = {*state.hosts, *(offer.host for offer in state.offers.values()), *(w.host for w in state.workers.values())}
     name = unique(event.host or "host", taken)
     state = replace(state, offers={**state.offers, event.nonce: Offer(name, event.grows)}, active_at=now)
-    text = f"the host {name} has joined, with room for {_workers(event.room)}"
+    text = f"the host {name} has joined, with room for {some_workers(event.room)}"
     facts = {"host": name, "nonce": event.nonce, "room": event.room, "grows": event.grows}
     return state, [record(state, now, "host", text, **facts), say(text, now), Reply(m.Welcome(state.epoch, name))]
 
@@ -90,18 +90,13 @@ def attached(state: State, event: m.EngineAttached, now: float) -> Result:
     return state, outputs + more
 
 
-def grown(state: State, host: str, now: float) -> Result:
-    """A manually started host joined; raise the target by its spare slots."""
-    nonce = next((nonce for nonce, offer in state.offers.items() if offer.host == host and offer.grows), None)
-    if nonce is None or state.phase == "ended":
-        return state, []
-    more = max(0, state.hosts[host].room - _held(state)[host])
-    target = state.target + more
-    state = replace(state, offers={**state.offers, nonce: Offer(host, added=more)}, target=target)
-    text = f"{host} adds {_workers(more)}" if more else f"{host} takes workers that the run still lacks"
-    written = record(state, now, "grown", text, host=host, nonce=nonce, target=target, added=more)
-    state, outputs = hire(state, now)
-    return state, [written, *outputs]
+def without_one(state: State, host: str) -> State:
+    """A worker of that host leaves for good, and the target with it: no later host takes its place."""
+    nonce = next((nonce for nonce, offer in state.offers.items() if offer.host == host and offer.added), None)
+    if nonce is None:
+        return state
+    offer = state.offers[nonce]
+    return replace(state, offers={**state.offers, nonce: replace(offer, added=offer.added - 1)})
 
 
 # --- hosts are lost --------------------------------------------------------------------------------------------------
@@ -136,7 +131,7 @@ def _shrunk(state: State, name: str, now: float) -> Result:
     ((nonce, less),) = added
     target = max(state.target - less, state.config.workers)
     state = replace(state, offers={**state.offers, nonce: Offer(name)}, target=target)
-    text = f"{name} is lost before the start: {_workers(less)} fewer"
+    text = f"{name} is lost before the start: {some_workers(less)} fewer"
     return state, [record(state, now, "grown", text, host=name, nonce=nonce, target=target, added=0)]
 
 
@@ -180,7 +175,7 @@ def hire(state: State, now: float) -> Result:
         return state, []
     if state.restarts.wait_s(now):
         return state, []
-    placed = _place_workers(state, range(state.next_worker, state.next_worker + missing), now)
+    placed = _placesome_workers(state, range(state.next_worker, state.next_worker + missing), now)
     if not placed:
         return state, []
     reason = f"{there} of {state.target} workers are there or starting"
@@ -200,7 +195,7 @@ def hire(state: State, now: float) -> Result:
 
 def _settle(state: State, now: float) -> Result:
     """Choose hosts for hired workers for which no agent was asked yet."""
-    placed = _place_workers(state, [worker for worker in state.hired if worker not in state.placed], now)
+    placed = _placesome_workers(state, [worker for worker in state.hired if worker not in state.placed], now)
     if not placed:
         return state, []
     state = replace(
@@ -214,13 +209,13 @@ def _settle(state: State, now: float) -> Result:
     return state, outputs
 
 
-def _place_workers(state: State, numbers: Iterable[int], now: float) -> dict[int, str]:
+def _placesome_workers(state: State, numbers: Iterable[int], now: float) -> dict[int, str]:
     """Worker -> host, for the workers that hosts have room for. Before any agent has reported, "" (the launching
     process's host) takes all."""
     if not state.hosts:
         return dict.fromkeys(numbers, "")
     rooms = {name: host.room for name, host in state.hosts.items()}
-    return place(numbers, _reporting(state, now), _held(state), rooms)
+    return place(numbers, _reporting(state, now), workers_by_host(state), rooms)
 
 
 def place_servers(state: State, numbers: Iterable[int], now: float) -> dict[int, str]:
@@ -247,7 +242,7 @@ def _reporting(state: State, now: float) -> Hosts:
     return {name: host for name, host in state.hosts.items() if not is_silent(state.hosts, name, now)}
 
 
-def _held(state: State) -> Counter[str]:
+def workers_by_host(state: State) -> Counter[str]:
     """Host -> the workers that run or start there."""
     held = Counter(one.host for one in state.workers.values() if one.exited is None and not one.estranged)
     held.update(state.placed[worker] or launching(state) for worker in state.hired if worker in state.placed)
@@ -300,5 +295,5 @@ def unique(wanted: str, taken: Iterable[str]) -> str:
     return name
 
 
-def _workers(count: int) -> str:
+def some_workers(count: int) -> str:
     return "1 worker" if count == 1 else f"{count} workers"

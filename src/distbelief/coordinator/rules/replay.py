@@ -18,6 +18,7 @@ import msgspec
 
 from distbelief.control import messages as m
 from distbelief.coordinator.rules.ending import with_worker
+from distbelief.coordinator.rules.hosts import without_one
 from distbelief.coordinator.rules.servers.fleet import Fleet, ServerProcess, retargeted
 from distbelief.coordinator.rules.servers.roles import Placement
 from distbelief.coordinator.rules.vocabulary import Offer, State, Worker
@@ -61,7 +62,8 @@ def _after(state: State, entry: Entry, now: float) -> State:
             offers = {nonce: offer for nonce, offer in state.offers.items() if nonce != entry["nonce"]}
             return replace(state, offers=offers)
         case "grown":
-            offers = {**state.offers, entry["nonce"]: Offer(entry["host"], added=entry["added"])}
+            replaced = {nonce: replace(state.offers[nonce], added=0) for nonce in entry.get("replaces", [])}
+            offers = {**state.offers, **replaced, entry["nonce"]: Offer(entry["host"], added=entry["added"])}
             return replace(state, offers=offers, target=entry["target"])
         case "admitted":
             return _numbered(replace(state, arriving=state.arriving | {entry["worker"]}), [entry["worker"]])
@@ -84,6 +86,8 @@ def _after(state: State, entry: Entry, now: float) -> State:
             state = _arrived(state, leaving)
             for worker in leaving:
                 state = _with(state, worker, leaving=True)
+            if entry["kind"] == "leaves" and entry["target"] < state.target:
+                state = without_one(state, state.workers[entry["worker"]].host)
             return replace(state, target=entry["target"])
         case "checkpoint":
             return replace(state, saves=replace(state.saves, sealed=entry["step"], sealed_at=now))
