@@ -11,19 +11,22 @@ import argparse
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from distbelief.chaos.falseclock import library
+from distbelief.coordinator import metricsfile
 from tests.soak.cluster import Broken, Cluster
 from tests.soak.faults import ALONE, KINDS, Struck
 from tests.soak.rules.draw import rounds
 from tests.soak.rules.judging import Sample, Strike, Trend, growth, trends
-from tests.soak.sampling import bytes_of, measure, where_everything_is
+from tests.soak.sampling import bytes_of, measure, temporary_files, where_everything_is
 from tests.soak.verdict import compare, complaints, steps_of, table, train_twin
 from tests.support.hosts import why_not
 from tests.support.runs.command import left_in_shared_memory, processes_of
@@ -38,7 +41,7 @@ SAVE_EVERY = "10s"
 
 
 class Soak:
-    """One soak: strikes, waits for recoveries, measures. `run` returns when the time is over and the run has stopped."""
+    """One soak: strikes, waits for recoveries, measures. `run` returns when the run was stopped after its time."""
 
     def __init__(self, cluster: Cluster, chosen: argparse.Namespace, log: Log) -> None:
         self.strikes: list[Strike] = []
@@ -87,19 +90,17 @@ class Soak:
         """Let them strike, and wait until the run has recovered."""
         cluster, began = self._cluster, time.monotonic()
         before = cluster.step()
+        watch = Watch(cluster.run_dir, before + 2)
         struck: list[Struck] = []
         for kind in kinds:
             struck.append(KINDS[kind](cluster, self._dice))
             self._log(f"step {before}: {kind} ({struck[-1].detail})")
         lasting = [(began + one.for_s, one.undo) for one in struck if one.undo is not None]
-        next_step_s = 0.0
         while True:
             for one in [one for one in lasting if time.monotonic() >= one[0]]:
                 lasting.remove(one)
                 one[1]()
-            if not next_step_s and cluster.step() >= before + 2:
-                next_step_s = time.monotonic() - began
-            if next_step_s and not lasting:
+            if watch.took_s is not None and not lasting:
                 break
             self._look()
             if time.monotonic() > began + max((one.for_s for one in struck), default=0) + STUCK_S:
@@ -108,11 +109,11 @@ class Soak:
         whole_s = time.monotonic() - began
         at_s = began - self._started
         made = [
-            Strike(kind, one.detail, at_s, before, next_step_s, whole_s, len(kinds) > 1)
+            Strike(kind, one.detail, at_s, before, watch.took_s, whole_s, len(kinds) > 1)
             for kind, one in zip(kinds, struck, strict=True)
         ]
         self.strikes += made
-        self._log(f"    next step after {next_step_s:.1f} s, all members after {whole_s:.1f} s")
+        self._log(f"    next step after {watch.took_s:.1f} s, all members after {whole_s:.1f} s")
 
     def _wait_whole(self, step: int) -> None:
         """All wanted members are there, and have committed steps together."""
@@ -135,6 +136,25 @@ class Soak:
         self.samples.append(measure(cluster.by_role(), cluster.temporary))
         said = ", ".join(f"{name} {value:.0f}" for name, value in sorted(self.samples[-1].items()) if "memory" in name)
         self._log(f"    held: {said}; segments {self.samples[-1]['segments']:.0f}")
+
+
+class Watch(threading.Thread):
+    """Sees when the run has committed so many steps, also while a fault is being carried out."""
+
+    def __init__(self, run_dir: Path, steps: int) -> None:
+        super().__init__(daemon=True)
+        self.took_s: float | None = None
+        self._began = time.monotonic()
+        self._metrics = metricsfile.Tail(run_dir / metricsfile.NAME, recent_bytes=1 << 16)
+        self._steps = steps
+        self.start()
+
+    def run(self) -> None:
+        while time.monotonic() < self._began + 2 * STUCK_S:
+            if any(one["kind"] == "step" and one["step"] + 1 >= self._steps for one in self._metrics.read()):
+                self.took_s = time.monotonic() - self._began
+                return
+            time.sleep(0.1)
 
 
 class Log:
@@ -169,6 +189,8 @@ def main() -> int:
         print(f"error: {problem}", file=sys.stderr)
         return 1
     chosen.seed = random.SystemRandom().randrange(10**6) if chosen.seed is None else chosen.seed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # on either signal nothing is left behind
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     log = Log(chosen.log)
     clock = "" if library() else "; libfaketime is not installed, so the clock is not set (`make launchers`)"
     log(f"a soak of {chosen.minutes:g} min, a fault every {chosen.every:g} s, seed {chosen.seed}{clock}")
@@ -196,7 +218,7 @@ def soak(folder: Path, chosen: argparse.Namespace, log: Log) -> bool:
             log(f"BROKEN: {broken}")
             log("\n".join([*where_everything_is(cluster.by_role()), *cluster.last_lines()]))
         left = [" ".join(process.cmdline()) for process in processes_of(cluster.mark)] if not wrong else []
-        left += [str(path) for path in cluster.temporary.rglob("*")]
+        left += [str(path) for path in temporary_files(cluster.temporary)]
         # The disk goes with the cluster: what it has is kept for the comparison, and for people.
         shutil.copytree(cluster.run_dir, folder / "run", ignore=shutil.ignore_patterns("join.sock"))
     left += sorted(left_in_shared_memory(shared_memory))

@@ -95,7 +95,7 @@ class Cluster:
                 command.kill()
                 command.wait()
 
-    # --- what is there -------------------------------------------------------------------------------------------------
+    # --- what is there -----------------------------------------------------------------------------------------------
 
     def step(self) -> int:
         return self.follower.poll().step
@@ -111,7 +111,7 @@ class Cluster:
         members = self.members()
         hosts = {self.host_of(member) for member in members}
         living = all(is_alive(int(member["pid"])) for member in members)
-        return living and len(members) >= WANTED and hosts == {1, 2}
+        return living and len(members) == WANTED and hosts == {1, 2}
 
     @staticmethod
     def host_of(member: dict[str, Any]) -> int:
@@ -129,7 +129,7 @@ class Cluster:
                     return process
         raise Broken(f"there is no {role}")
 
-    # --- commands ------------------------------------------------------------------------------------------------------
+    # --- commands ----------------------------------------------------------------------------------------------------
 
     def start(self, host: int, *arguments: object, prefix: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
         """Start `distbelief ARGUMENTS` on a host; what it prints is in a file of its own."""

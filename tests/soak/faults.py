@@ -1,7 +1,7 @@
 """The kinds of faults of the soak. Each strikes, makes sure that it has struck, and puts right what users would.
 
-A kind may return what ends it later: the loop of the soak calls that when the time is over. Where users would have to act
-(a killed leading process is resumed, a host is started again), the kind does so too.
+A kind may return what ends it later: the loop of the soak calls that when the time is over. Where users would have to
+act (a killed leading process is resumed, a host is started again), the kind does so too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -58,11 +59,18 @@ def _freeze(process: psutil.Process, what: str, for_s: float) -> Struck:
 
 
 def _worker(cluster: Cluster, dice: random.Random) -> tuple[psutil.Process, str]:
-    living = [member for member in cluster.members() if is_alive(int(member["pid"]))]
-    if not living:
-        raise Broken("no member lives")
-    member = dice.choice(living)
+    def living() -> list[dict[str, Any]]:
+        return [member for member in cluster.members() if is_alive(int(member["pid"]))]
+
+    until(living, ENDING_S, "a generation with a living member")
+    member = dice.choice(living())
     return psutil.Process(int(member["pid"])), f"worker {member['worker']} of {member['host']}"
+
+
+def _any_of(cluster: Cluster, dice: random.Random, role: str) -> psutil.Process:
+    """Another fault may have struck a moment ago: then the next process of that role is waited for."""
+    until(lambda: cluster.by_role().get(role), ENDING_S, f"the start of a {role}")
+    return dice.choice(cluster.by_role()[role])
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -91,17 +99,11 @@ def freeze_worker_long(cluster: Cluster, dice: random.Random) -> Struck:
 
 
 def kill_reader(cluster: Cluster, dice: random.Random) -> Struck:
-    readers = cluster.by_role().get("reader", [])
-    if not readers:
-        raise Broken("there is no reader")
-    return Struck(_kill(dice.choice(readers), "reader"))
+    return Struck(_kill(_any_of(cluster, dice, "reader"), "reader"))
 
 
 def kill_reader_parent(cluster: Cluster, dice: random.Random) -> Struck:
-    parents = cluster.by_role().get("reader parent", [])
-    if not parents:
-        raise Broken("there is no parent of readers")
-    return Struck(_kill(dice.choice(parents), "parent of readers"))
+    return Struck(_kill(_any_of(cluster, dice, "reader parent"), "parent of readers"))
 
 
 def kill_coordinator(cluster: Cluster, dice: random.Random) -> Struck:
@@ -221,14 +223,12 @@ def set_clock(cluster: Cluster, dice: random.Random) -> Struck:
 
 
 def scale(cluster: Cluster, dice: random.Random) -> Struck:
-    """Down, or up, and back when that has been done."""
-    wanted = dice.choice([WANTED - 2, WANTED - 1, WANTED + 1])
-    cluster.call("scale", cluster.run_dir, wanted)
-    try:
-        until(lambda: len(cluster.members()) == wanted, 3 * ENDING_S, f"a generation of {wanted} members")
-    finally:
-        cluster.call("scale", cluster.run_dir, WANTED)
-    return Struck(f"to {wanted} and back to {WANTED}")
+    """Down or up, and back. From 5 workers first to 2: the room of host 2 is filled before that of host 1."""
+    wishes = dice.choice([(WANTED - 2,), (WANTED - 1,), (WANTED + 1, WANTED - 2)])
+    for wanted in (*wishes, WANTED):
+        cluster.call("scale", cluster.run_dir, wanted)
+        until(lambda: len(cluster.members()) == wanted, 2 * ENDING_S, f"a generation of {wanted} members")  # noqa: B023
+    return Struck(f"to {' and '.join(map(str, wishes))}, and back to {WANTED}")
 
 
 def leave_worker(cluster: Cluster, dice: random.Random) -> Struck:

@@ -26,7 +26,7 @@ def steps_of(run_dir: Path) -> int:
 
 
 def train_twin(folder: Path, run_dir: Path) -> Path:
-    """Train the same job on one worker, quickly, to the step at which the run was stopped. Returns its run directory."""
+    """Train the same job on one worker, quickly, to the step at which the run was stopped. Returns `folder`."""
     steps = max(list_checkpoints(run_dir / "checkpoints"))
     command = [sys.executable, "-m", "distbelief.cli.main", "train", str(JOB), "--set", f"steps={steps}",
                "--workers", "1", "--run-dir", str(folder), "--save-every", "end", "--plain"]  # fmt: skip
@@ -106,6 +106,6 @@ def _steps(run_dir: Path, strikes: Sequence[Strike], calm_step_s: float, wall_s:
     )
     if wall_s:
         yield (
-            f"goodput {goodput(steps, calm_step_s, wall_s):.0%}: steps × time per step without faults on the same hosts "
-            f"({calm_step_s * 1000:.0f} ms) / wall time ({wall_s:.0f} s)"
+            f"goodput {goodput(steps, calm_step_s, wall_s):.0%}: steps × time per step without faults "
+            f"on the same hosts ({calm_step_s * 1000:.0f} ms) / wall time ({wall_s:.0f} s)"
         )
