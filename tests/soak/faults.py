@@ -157,15 +157,20 @@ def kill_zygote(cluster: Cluster, dice: random.Random) -> Struck:
 # --- the leading process: after each of these, users resume -----------------------------------------------------------
 
 
-def _resume(cluster: Cluster, dice: random.Random, done: str) -> Struck:
+def _resume(cluster: Cluster, dice: random.Random, done: str, stopped: bool = True) -> Struck:
+    """`stopped`: the run has ended in order, and with it the agent of host 2; a killed one is waited for."""
     cluster.wait_for_the_leads_end()
+    if stopped:
+        cluster.wait_for_host2s_end()
     detached = dice.random() < 0.3
     cluster.resume(detached)
+    if stopped:
+        cluster.start_host2()
     return Struck(f"{done}; resumed{', detached' if detached else ''}")
 
 
 def kill_lead(cluster: Cluster, dice: random.Random) -> Struck:
-    return _resume(cluster, dice, _kill(cluster.lead, "leading process"))
+    return _resume(cluster, dice, _kill(cluster.lead, "leading process"), stopped=False)
 
 
 def end_lead(cluster: Cluster, dice: random.Random) -> Struck:
