@@ -8,8 +8,13 @@ coordinator only, because the job in it may be pickled.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +27,7 @@ from distbelief.launch.jobcode import collect_code, has_code, unpack_code
 from distbelief.launch.launch import Launch, from_data, to_data
 
 FILE = "parcel.bin"
+_PREFIX = "distbelief-agent-"
 
 
 class Parcel(msgspec.Struct, frozen=True):
@@ -85,8 +91,44 @@ def open_here(parcel: Parcel, content: bytes, folder: Path, host: str) -> Launch
     return replace(launch, run_dir=run_dir, job=job, resumed=parcel.resumed)
 
 
-def private_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="distbelief-")
+@contextlib.contextmanager
+def private_folder() -> Iterator[str]:
+    """A temporary folder of this process, locked while it lives. Those that killed agents left behind are removed."""
+    _remove_abandoned()
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(BlockingIOError):  # another agent takes it for an abandoned one, and removes it
+            _lock(fd)
+            if path.exists():
+                break
+        os.close(fd)
+    try:
+        yield str(path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(fd)
+
+
+def _remove_abandoned() -> None:
+    """A lock ends with its process, however that ends. On a file system without locks nothing is removed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_uid == os.getuid():
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # no locks: no other process has one
+            raise
 
 
 def _sees(run_dir: Path, content: bytes) -> bool:
