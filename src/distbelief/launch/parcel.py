@@ -93,7 +93,7 @@ def open_here(parcel: Parcel, content: bytes, folder: Path, host: str) -> Launch
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[str]:
-    """A temporary folder of this process, locked while it lives. Those that killed agents left behind are removed."""
+    """A temporary folder of this process, locked while it lives. What killed agents left behind is removed."""
     _remove_abandoned()
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX))

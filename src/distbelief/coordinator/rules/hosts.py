@@ -90,15 +90,6 @@ def attached(state: State, event: m.EngineAttached, now: float) -> Result:
     return state, outputs + more
 
 
-def without_one(state: State, host: str) -> State:
-    """A worker of that host leaves for good, and the target with it: no later host takes its place."""
-    nonce = next((nonce for nonce, offer in state.offers.items() if offer.host == host and offer.added), None)
-    if nonce is None:
-        return state
-    offer = state.offers[nonce]
-    return replace(state, offers={**state.offers, nonce: replace(offer, added=offer.added - 1)})
-
-
 # --- hosts are lost --------------------------------------------------------------------------------------------------
 
 

@@ -20,9 +20,10 @@ import msgspec
 from distbelief.control import messages as m
 from distbelief.coordinator.rules import explain, generation
 from distbelief.coordinator.rules.ending import Result, fail, record, say, with_worker
-from distbelief.coordinator.rules.hosts import hire, without_one
+from distbelief.coordinator.rules.hosts import hire
 from distbelief.coordinator.rules.regroup import dismiss, regroup, release, start_when_complete
 from distbelief.coordinator.rules.restarts import Restarts
+from distbelief.coordinator.rules.standins import without_one
 from distbelief.coordinator.rules.vocabulary import Output, ProtocolError, Reply, Send, State, Worker
 from distbelief.transport.rules import choice
 

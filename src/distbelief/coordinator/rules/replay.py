@@ -18,9 +18,9 @@ import msgspec
 
 from distbelief.control import messages as m
 from distbelief.coordinator.rules.ending import with_worker
-from distbelief.coordinator.rules.hosts import without_one
 from distbelief.coordinator.rules.servers.fleet import Fleet, ServerProcess, retargeted
 from distbelief.coordinator.rules.servers.roles import Placement
+from distbelief.coordinator.rules.standins import without_one
 from distbelief.coordinator.rules.vocabulary import Offer, State, Worker
 from distbelief.errors import DistBeliefError
 

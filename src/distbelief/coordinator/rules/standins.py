@@ -37,7 +37,7 @@ def returned(state: State, worker: Worker, now: float) -> Result:
 
 
 def grown(state: State, host: str, now: float) -> Result:
-    """A manually started host has joined: raise the target by its spare slots, less those that lost hosts had added."""
+    """A manually started host joined: raise the target by its spare slots, less what lost hosts had added."""
     nonce = next((nonce for nonce, offer in state.offers.items() if offer.host == host and offer.grows), None)
     if nonce is None or state.phase == "ended":
         return state, []
@@ -67,6 +67,15 @@ def grown(state: State, host: str, now: float) -> Result:
         outputs += gone
     state, hired = hire(state, now)
     return state, [*outputs, *hired]
+
+
+def without_one(state: State, host: str) -> State:
+    """A worker of that host leaves for good, and the target with it: no later host takes its place."""
+    nonce = next((nonce for nonce, offer in state.offers.items() if offer.host == host and offer.added), None)
+    if nonce is None:
+        return state
+    offer = state.offers[nonce]
+    return replace(state, offers={**state.offers, nonce: replace(offer, added=offer.added - 1)})
 
 
 def _send_home(state: State, workers: Sequence[Worker], because: str, now: float) -> Result:
