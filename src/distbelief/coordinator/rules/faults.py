@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distbelief.control import messages as m
-from distbelief.coordinator.rules import balance, detector, explain, hosts
+from distbelief.coordinator.rules import balance, detector, explain, hosts, standins
 from distbelief.coordinator.rules.ending import Result, fail, fail_without_culprit, record, say, with_worker
 from distbelief.coordinator.rules.hosts import MOST_FAILED_HIRES, hire, launching, slowed
 from distbelief.coordinator.rules.progress import forget
@@ -376,6 +376,8 @@ def _without_host(state: State, name: str, reason: str, now: float) -> tuple[Sta
     """Expect nothing of that host any more. The list holds the workers that ran there."""
     state, outputs = hosts.forgotten(state, name, reason, now)
     outputs.insert(0, say(reason, now))
+    state, more = standins.succeeded(state, name, now)
+    outputs += more
     there = [worker.number for worker in state.workers.values() if worker.host == name and not worker.gone]
     return state, outputs, there
 

@@ -59,9 +59,11 @@ def offered(state: State, event: m.HostOffered, now: float) -> Result:
         return state, [Reply(m.Answer(state.epoch, False, text))]
     taken = {*state.hosts, *(offer.host for offer in state.offers.values()), *(w.host for w in state.workers.values())}
     name = unique(event.host or "host", taken)
-    state = replace(state, offers={**state.offers, event.nonce: Offer(name, event.grows)}, active_at=now)
+    state = replace(
+        state, offers={**state.offers, event.nonce: Offer(name, event.grows, asked=event.host)}, active_at=now
+    )
     text = f"the host {name} has joined, with room for {some_workers(event.room)}"
-    facts = {"host": name, "nonce": event.nonce, "room": event.room, "grows": event.grows}
+    facts = {"host": name, "nonce": event.nonce, "room": event.room, "grows": event.grows, "asked": event.host}
     return state, [record(state, now, "host", text, **facts), say(text, now), Reply(m.Welcome(state.epoch, name))]
 
 
@@ -121,7 +123,7 @@ def _shrunk(state: State, name: str, now: float) -> Result:
         return state, []
     ((nonce, less),) = added
     target = max(state.target - less, state.config.workers)
-    state = replace(state, offers={**state.offers, nonce: Offer(name)}, target=target)
+    state = replace(state, offers={**state.offers, nonce: replace(state.offers[nonce], added=0)}, target=target)
     text = f"{name} is lost before the start: {some_workers(less)} fewer"
     return state, [record(state, now, "grown", text, host=name, nonce=nonce, target=target, added=0)]
 

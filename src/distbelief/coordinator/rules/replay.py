@@ -57,13 +57,15 @@ def _after(state: State, entry: Entry, now: float) -> State:
             hired = {**state.hired, **dict.fromkeys(entry["workers"], now)}
             return _numbered(replace(state, hired=hired, placed={**state.placed, **placed}), entry["workers"])
         case "host":
-            return replace(state, offers={**state.offers, entry["nonce"]: Offer(entry["host"], entry["grows"])})
+            offer = Offer(entry["host"], entry["grows"], asked=entry.get("asked", entry["host"]))
+            return replace(state, offers={**state.offers, entry["nonce"]: offer})
         case "declined":
             offers = {nonce: offer for nonce, offer in state.offers.items() if nonce != entry["nonce"]}
             return replace(state, offers=offers)
         case "grown":
             replaced = {nonce: replace(state.offers[nonce], added=0) for nonce in entry.get("replaces", [])}
-            offers = {**state.offers, **replaced, entry["nonce"]: Offer(entry["host"], added=entry["added"])}
+            offer = replace(state.offers[entry["nonce"]], grows=False, added=entry["added"])
+            offers = {**state.offers, **replaced, entry["nonce"]: offer}
             return replace(state, offers=offers, target=entry["target"])
         case "admitted":
             return _numbered(replace(state, arriving=state.arriving | {entry["worker"]}), [entry["worker"]])

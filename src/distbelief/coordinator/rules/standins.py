@@ -6,7 +6,8 @@ How it works:
 - *The cut host is heard of again*: its workers join anew, and as many of the newest workers leave (`returned`).
 - *Its machine has started again*, or another one has come instead: the agent is a new one. A host that is started by
   hand adds to the number of wanted workers, but what lost hosts had added counts as replaced first, and as many
-  stand-ins leave (`grown`). Else each restart of a host would leave more workers on the launching process's host.
+  stand-ins leave (`grown`). Else each restart of a host would leave more workers on the launching process's host. If
+  the new agent came before the loss of the old one was certain, that is made up for then (`succeeded`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def grown(state: State, host: str, now: float) -> Result:
             again = min(room, again + offer.added)
     more = max(0, room - max(has, again))
     replaced = {one: replace(state.offers[one], added=0) for one in replaces}
-    offers = {**state.offers, **replaced, nonce: Offer(host, added=more + again)}
+    offers = {**state.offers, **replaced, nonce: replace(state.offers[nonce], grows=False, added=more + again)}
     newest_lost = max((one.number for one in state.workers.values() if one.host in _names(lost, replaces)), default=-1)
     state = replace(state, offers=offers, target=state.target + more)
     text = f"{host} adds {some_workers(more)}" if more else f"{host} takes workers that the run still lacks"
@@ -69,6 +70,31 @@ def grown(state: State, host: str, now: float) -> Result:
     return state, [*outputs, *hired]
 
 
+def succeeded(state: State, name: str, now: float) -> Result:
+    """A host is lost, and its agent was started again before that was certain: both have raised the target."""
+    mine = next(((nonce, offer) for nonce, offer in state.offers.items() if offer.host == name and offer.added), None)
+    if mine is None or state.phase != "training":
+        return state, []
+    nonce, offer = mine
+    heirs = [heir for heir in _later(state, nonce) if heir.added]
+    less = min(offer.added, sum(heir.added for heir in heirs), state.target - 1)
+    if not less:
+        return state, []
+    target, added = state.target - less, offer.added - less
+    state = replace(state, offers={**state.offers, nonce: replace(offer, added=added)}, target=target)
+    text = f"{heirs[-1].host} has joined in the place of {name}, which is lost: {some_workers(less)} fewer"
+    outputs: list[Output] = [record(state, now, "grown", text, host=name, nonce=nonce, target=target, added=added)]
+    here = launching(state)
+    there = [one for one in state.workers.values() if one.counts and one.host != name]
+    starting = [Worker(number, state.placed.get(number, "")) for number in state.hired]
+    surplus = len(there) + sum(1 for one in starting if one.host != name) - target
+    stand_ins = sorted((one for one in [*there, *starting] if one.host == here), key=lambda one: -one.number)
+    if surplus > 0 and stand_ins:
+        state, gone = _send_home(state, stand_ins[:surplus], f"{name} is lost", now)
+        outputs += gone
+    return state, outputs
+
+
 def without_one(state: State, host: str) -> State:
     """A worker of that host leaves for good, and the target with it: no later host takes its place."""
     nonce = next((nonce for nonce, offer in state.offers.items() if offer.host == host and offer.added), None)
@@ -82,6 +108,13 @@ def _send_home(state: State, workers: Sequence[Worker], because: str, now: float
     one = len(workers) == 1
     text = f"{because}: {some_workers(len(workers))} started meanwhile {'leaves' if one else 'leave'}"
     return dismiss(state, workers, text, now)
+
+
+def _later(state: State, nonce: str) -> list[Offer]:
+    """The agents that the same machine started after this one."""
+    nonces = list(state.offers)
+    after = nonces[nonces.index(nonce) + 1 :]
+    return [state.offers[one] for one in after if state.offers[one].asked == state.offers[nonce].asked]
 
 
 def _is_lost(state: State, host: str) -> bool:

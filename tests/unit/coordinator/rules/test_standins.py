@@ -103,6 +103,55 @@ def test_a_host_that_comes_before_another_worker_was_started_takes_the_lost_ones
     assert run.state.target == 6
 
 
+def restarted_at_once(*, stand_ins: bool) -> Run:
+    """b's agent is killed and started again before b counts as lost."""
+    run = led()
+    run.feed(m.WorkerExited(2, -9), m.WorkerExited(3, -9))
+    if stand_ins:  # b was silent for a while, and others were started elsewhere
+        run.feed(m.EngineAttached("here", running={0: 100, 1: 101}), now=5.0)
+    run.feed(offer("b", "new", room=2, grows=True), m.EngineAttached("b-2", room=2), now=5.1)
+    assert run.state.target == 6
+    return run
+
+
+def test_an_agent_that_is_started_again_before_its_host_is_lost_adds_nothing_in_the_end() -> None:
+    run = restarted_at_once(stand_ins=False)
+    run.feed(m.HostLost("b", "silence"), now=11.0)
+    run.feed(m.EngineAttached("here", running={0: 100, 1: 101}), m.EngineAttached("b-2", room=2), now=11.0)
+    assert run.state.target == run.restarted().state.target == 4
+    assert [run.state.placed[worker] for worker in sorted(run.state.hired)] == ["b-2", "b-2"]
+    run.feed(offer("c", "c", room=1, grows=True), m.EngineAttached("c", room=1), now=12.0)
+    assert run.state.target == 5, "b is replaced already"
+
+
+def test_stand_ins_leave_too_when_the_loss_of_the_first_agent_is_certain() -> None:
+    run = restarted_at_once(stand_ins=True)
+    assert sorted(run.state.hired) == [4, 5, 6, 7]
+    assert [run.state.placed[worker] for worker in (4, 5, 6, 7)] == ["here", "here", "b-2", "b-2"]
+    run.feed(m.HostLost("b", "silence"), now=11.0)
+    assert run.state.target == 4
+    assert sorted(run.state.hired) == [6, 7]
+
+
+def test_the_third_agent_of_a_machine_takes_the_place_of_the_second() -> None:
+    run = restarted_at_once(stand_ins=False)
+    run.feed(m.HostLost("b", "silence"), now=11.0)
+    run.feed(offer("b", "newest", room=2, grows=True), m.EngineAttached("b-3", room=2), now=12.0)
+    run.feed(m.HostLost("b-2", "silence"), now=20.0)
+    again = run.restarted()
+    assert run.state.target == again.state.target == 4
+    assert run.state.offers == again.state.offers
+
+
+def test_two_machines_of_one_name_are_two() -> None:
+    run = led()
+    run.feed(offer("b", "new", room=2, grows=True), m.EngineAttached("b-2", room=2))
+    assert run.state.target == 6
+    assert sorted(run.state.hired) == [4, 5]
+    run.feed(m.HostLost("b-2", "silence"), now=11.0)
+    assert run.state.target == 6, "the one that came later is no machine that b is started on again"
+
+
 def test_a_host_whose_workers_left_adds_them_when_it_comes_again() -> None:
     run = led()
     run.feed(m.LeaveRequested(2), m.LeaveRequested(3))
