@@ -15,8 +15,9 @@ export PYTHONDONTWRITEBYTECODE :=
 SEEDS ?= 1-1000
 FRAMES ?= 1000000
 N ?= 20
+MINUTES ?= 30
 
-.PHONY: setup setup-dev launchers demo test test-quick test-repeat test-gpu lint sim fuzz bench bench-quick clean
+.PHONY: setup setup-dev launchers demo test test-quick test-repeat test-gpu lint sim fuzz soak bench bench-quick clean
 
 setup: $(VENV)/.core
 setup-dev: $(VENV)/.dev
@@ -74,6 +75,10 @@ sim: setup-dev
 fuzz: setup-dev
 	$(BIN)/python -m tests.fuzz --frames $(FRAMES)
 	$(BIN)/python -m tests.fuzz --frames $(FRAMES) --kv
+
+# As root: two hosts in namespaces, a random fault every 20 s, then the twin. SEED repeats the draw; LOG=FILE keeps the lines.
+soak: setup-dev
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(LOG),--log $(LOG))
 
 # Side by side with peers. The first: everything, for hours; broken off, it goes on where it was with `make bench RESUME=1`.
 bench bench-quick: setup-dev

@@ -84,6 +84,14 @@ def test_killed_parameter_servers(distbelief: Cli) -> None:
     assert all(fault["noticed_ms"] is not None and fault["next_commit_ms"] is not None for fault in shown["faults"])
 
 
+def test_a_run_that_loses_its_terminal_is_resumed(distbelief: Cli) -> None:
+    faults = "drop terminal at step 20, kill worker at step 40"
+    shown = chaos(distbelief, small(200), faults, ["drop terminal", "kill worker"])
+    (dropped,) = [fault for fault in shown["faults"] if fault["kind"] == "drop terminal"]
+    assert dropped["at_step"] >= 20
+    assert 0 < dropped["noticed_ms"] < dropped["next_commit_ms"], "it ended, and was resumed"
+
+
 def test_random_schedules(distbelief: Cli) -> None:
     outcome = distbelief("chaos", *small(), "--random", 1, "--seed", 7, "--workers", 3, "--json")
     shown = outcome.json

@@ -119,7 +119,7 @@ class Lab:
     def impair(self, host: int, *how: str) -> None:
         """Make a host's cable bad, in both directions, in netem's words: delay 20ms 5ms · loss 1% · rate 10mbit.
 
-        By netem, where the kernel has it; else by `cable.py`, which can do these three.
+        By netem, where the kernel has it; else by `cable.py`, which can do these three. `repair` undoes it.
         """
         if not self._by_netem(host, how):
             self._by_cable(host, how)
@@ -148,10 +148,21 @@ class Lab:
             text=True,
         )
         self._cables[host] = process
-        self._stack.callback(_end, process)
+        self._stack.callback(_end, process)  # does nothing a second time
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             raise RuntimeError(f"the cable of {self.name(host)} cannot be made bad")
+
+    def repair(self, host: int) -> None:
+        """Undo `impair`."""
+        process = self._cables.pop(host, None)
+        if process is None:
+            self.switch("tc", "qdisc", "del", "dev", f"port{host}", "root")
+            self.on(host, "tc", "qdisc", "del", "dev", "eth0", "root")
+            return
+        _end(process)
+        self.switch("ip", "link", "delete", f"jack{host}")  # and its other end
+        self.switch("ip", "link", "set", f"port{host}", "master", "bridge")
 
     def close(self) -> None:
         self._stack.close()

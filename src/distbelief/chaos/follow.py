@@ -56,6 +56,8 @@ def advance(seen: Seen, record: Record) -> Seen:
             )
         case "ended":
             return replace(seen, ended=True)
+        case "resumed":
+            return replace(seen, ended=False)
     return seen
 
 

@@ -28,6 +28,7 @@ from distbelief.chaos.fulldisk import FullDisk
 from distbelief.chaos.relay import Relay
 from distbelief.chaos.rules.schedule import KINDS, WORKER_FAULTS, Fault, When, write
 from distbelief.chaos.rules.verdict import ENDS_A_WORKER, Note, Record
+from distbelief.chaos.terminal import Terminals
 from distbelief.errors import DistBeliefError
 from distbelief.lifeline import READER
 from distbelief.steadyclock import CLOCK
@@ -169,6 +170,7 @@ class Injector:
         seed: int,
         relay: Relay | None,
         clock: FalseClock | None = None,
+        terminals: Terminals | None = None,
         ask: Callable[[int], str],
         say: Callable[[str], None],
     ) -> None:
@@ -182,6 +184,9 @@ class Injector:
         self._dice = random.Random(seed)
         self._relay = relay
         self._clock = clock
+        self._terminals = terminals
+        self._dropped_in = 0
+        """The generation that lost its terminal last."""
         self._ask = ask
         self._say = say
         self._victims: dict[int, Victim | None] = {}
@@ -222,7 +227,7 @@ class Injector:
 
     def _run(self) -> None:
         try:
-            while not self._over.wait(POLL_S) and not self._follower.seen.ended:
+            while not self._over.wait(POLL_S):
                 self._look()
         except BaseException as error:  # the starting thread raises it again
             self._failure = error
@@ -235,6 +240,10 @@ class Injector:
 
     def _look(self) -> None:
         seen = self._follower.poll()
+        if seen.ended:  # it may be resumed: the thread goes on
+            for one in self._lasting:
+                one.undo()
+            self._lasting = []
         if seen.started_at is None or seen.ended:
             return
         for worker, pid in seen.members.items():
@@ -259,6 +268,8 @@ class Injector:
                 return self._fill_disk(fault)
             case "set clock":
                 return self._set_clock(fault)
+            case "drop terminal":
+                return self._drop_terminal(fault, seen)
             case "join" | "scale":
                 self._wanted = fault.count if fault.kind == "scale" else self._wanted + 1
                 self._note(fault, f"asked for {self._wanted} workers")
@@ -349,6 +360,14 @@ class Injector:
         self._note(fault, f"now {self._clock.ahead_s / 3600:+.1f} h off")
         return True
 
+    def _drop_terminal(self, fault: Fault, seen: Seen) -> bool:
+        assert self._terminals is not None
+        if seen.generation <= self._dropped_in:
+            return False  # the run was resumed, or is being resumed, and does not train yet
+        self._dropped_in = seen.generation
+        self._note(fault, "the run saves and stops, and is resumed")
+        return self._terminals.drop()
+
     def _kill_server(self, fault: Fault, seen: Seen) -> bool:
         living = [number for number in sorted(seen.servers) if number not in self._servers_killed]
         if not seen.doubled or len(living) < len(seen.servers):
@@ -417,6 +436,7 @@ def random_schedule(seed: int, workers: int, steps: int, servers: int = 0, reade
     impossible = {"kill server"} if servers < 2 else set()
     impossible |= {"kill reader"} if readers == 0 else set()
     impossible |= {"fill disk", "set clock"}  # few runs have a small disk of their own, few machines libfaketime
+    impossible |= {"drop terminal"}  # it cannot be combined with "cut worker"
     possible = [kind for kind in KINDS if kind not in impossible]
     kinds = dice.sample(possible, k=len(possible))[:number]
     last = max(1, int(steps * LAST_PART))

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +26,21 @@ from distbelief.chaos.inject import Injector
 from distbelief.chaos.relay import Relay
 from distbelief.chaos.rules.schedule import Fault
 from distbelief.chaos.rules.verdict import Closeness, Evidence, Note, Record
+from distbelief.chaos.terminal import Terminals
 from distbelief.control.messages import ScaleRequested
 from distbelief.coordinator import client, journal, metricsfile
 from distbelief.errors import DistBeliefError, RunInterrupted
+from distbelief.launch import rundir
 from distbelief.observe.plain import PlainView
 from distbelief.options import RunOptions
-from distbelief.result import Result
+from distbelief.result import Result, result_of
 from distbelief.verification.compare import Comparison, Trained, allow_for_noise, compare, default_tolerance
 from distbelief.verification.process import run_plain
 from distbelief.worker.spec import WorkerSpec
 
 ASK_S = 1.0
+_LOST_TERMINAL = 128 + signal.SIGHUP
+"""The exit status of a run that has saved and stopped because its terminal is gone."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ def run_under_faults(plan: Plan, name: str, faults: Sequence[Fault], seed: int, 
         clock = stack.enter_context(FalseClock()) if any(fault.kind == "set clock" for fault in faults) else None
         if clock:
             stack.enter_context(clock.in_children())
+        terminals = stack.enter_context(Terminals(stream)) if _drops(faults) else None
         injector = Injector(
             run_dir,
             faults,
@@ -85,12 +93,16 @@ def run_under_faults(plan: Plan, name: str, faults: Sequence[Fault], seed: int, 
             seed=seed,
             relay=relay,
             clock=clock,
+            terminals=terminals,
             ask=lambda workers: _ask(run_dir, workers),
             say=_sayer(stream),
         )
         try:
             with injector:
-                result = _run(plan, run_dir, stream, relay)
+                if terminals is None:
+                    result = _run(plan, run_dir, stream, relay)
+                else:
+                    result = _run_in_terminals(plan, run_dir, terminals)
         except RunInterrupted:
             raise
         except DistBeliefError as error:
@@ -107,6 +119,27 @@ def _run(plan: Plan, run_dir: Path, stream: TextIO, relay: Relay | None) -> Resu
     with contextlib.closing(PlainView(stream)) as view:
         adjust = through_relay if relay else None
         return run_file(plan.job, dict(plan.settings), options, run_dir, view, adjust=adjust)
+
+
+def _drops(faults: Sequence[Fault]) -> bool:
+    return any(fault.kind == "drop terminal" for fault in faults)
+
+
+def _run_in_terminals(plan: Plan, run_dir: Path, terminals: Terminals) -> Result:
+    """Run the job as a user does, by commands in terminals: when a terminal is gone, the run is resumed in another."""
+    settings = [word for name, value in plan.settings.items() for word in ("--set", f"{name}={value}")]
+    how = ["--workers", str(plan.workers), "--strategy", plan.strategy, "--run-dir", str(run_dir)]
+    words = ["train", str(plan.job), *settings, *how]
+    while True:
+        status, dropped = terminals.run([sys.executable, "-m", "distbelief.cli.main", *words, "--plain"])
+        ended = rundir.ended(run_dir)
+        if ended and ended["status"] == "completed":
+            return result_of(ended, run_dir, time.monotonic())
+        if not dropped or status != _LOST_TERMINAL or not ended or ended["status"] != "stopped":
+            how_it_ended = f"exit status {status}; {ended['reason'] if ended else 'its journal has no end'}"
+            when = "after it had lost its terminal" if dropped else "by itself"
+            raise DistBeliefError(f"the run ended {when}, not as it should: {how_it_ended}")
+        words = ["resume", str(run_dir)]
 
 
 def _ask(run_dir: Path, workers: int) -> str:

@@ -31,6 +31,7 @@ def test_the_newest_generation_and_the_furthest_step_count() -> None:
     )
     assert seen == Seen(step=9, members={1: 11, 2: 12}, generation=2, started_at=100.0)
     assert advance(seen, {"kind": "ended"}).ended
+    assert not reduce(advance, [{"kind": "ended"}, {"kind": "resumed"}], seen).ended
 
 
 def test_records_come_once_through_torn_ends(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import pytest
 from distbelief.chaos.inject import Injector
 from distbelief.chaos.relay import Relay
 from distbelief.chaos.rules.schedule import parse
+from distbelief.chaos.terminal import Terminals
 from distbelief.coordinator.journal import Journal
 from distbelief.errors import DistBeliefError
 
@@ -78,13 +80,24 @@ class Stage:
             raise DistBeliefError("nobody is there")
         return ""
 
-    def injector(self, text: str, relay: Relay | None = None, workers: int = 3, seed: int = 0) -> Injector:
+    def resume(self) -> None:
+        self._journal.append({"kind": "resumed", "at": time.time()})
+
+    def injector(
+        self,
+        text: str,
+        relay: Relay | None = None,
+        workers: int = 3,
+        seed: int = 0,
+        terminals: Terminals | None = None,
+    ) -> Injector:
         return Injector(
             self.run_dir,
             parse(text),
             workers=workers,
             seed=seed,
             relay=relay,
+            terminals=terminals,
             ask=self.ask,
             say=self.lines.append,
         )
@@ -152,6 +165,28 @@ def test_a_reader_is_killed_and_not_its_worker(stage: Stage) -> None:
     finally:
         stage.workers[1].kill()
         stage.workers[1].communicate()
+
+
+def test_a_terminal_is_dropped_again_only_when_the_run_trains_again(stage: Stage) -> None:
+    """The command writes a line when SIGHUP reaches it, and ends when it has a second one."""
+    script = "import signal, sys; signal.signal(signal.SIGHUP, lambda *_: sys.exit(129)); print('up'); signal.pause()"
+    command = [sys.executable, "-uc", script]
+    shown, ended = io.StringIO(), []
+    with Terminals(shown) as terminals, stage.injector("drop terminal, drop terminal", terminals=terminals) as injector:
+        runs = threading.Thread(target=lambda: ended.extend(terminals.run(command) for _ in range(2)))
+        runs.start()
+        until(lambda: shown.getvalue() == "up\n")
+        stage.members(0, 1)
+        until(lambda: len(ended) == 1)
+        stage.end()
+        until(lambda: shown.getvalue() == "up\nup\n")
+        stage.resume()
+        time.sleep(0.1)  # long enough for a blow that comes too early
+        assert len(injector.notes) == 1
+        stage.members(2, 3)
+        runs.join()
+    assert ended == [(129, True), (129, True)]
+    assert [note.kind for note in injector.notes] == ["drop terminal"] * 2
 
 
 def test_a_server_is_killed_when_others_have_what_it_has(stage: Stage) -> None:

@@ -53,6 +53,7 @@ def test_the_other_forms() -> None:
     assert one("fill disk at step 4 for 2s") == Fault("fill disk", when=When(4), for_s=2)
     assert one("kill worker 0 at step 0").worker == 0
     assert one("set clock back 3h at step 7") == Fault("set clock", when=When(7), by_s=-10_800)
+    assert one("drop terminal at step 20") == Fault("drop terminal", when=When(20))
     assert one("set clock forward 90 min") == Fault("set clock", by_s=5400)
 
 
@@ -72,6 +73,7 @@ def test_spaces_capitals_and_the_order_of_the_parts_do_not_matter() -> None:
         ("slow worker 1", "", "'by' was expected, not the end of the sentence"),
         ("set clock 3h", "3h", "'back' was expected, not '3h'"),
         ("set clock back far", "far", "how far, as in 3h, was expected"),
+        ("drop terminal for 5s", "for", "'drop terminal' has no duration"),
         ("set time back 3h", "time", "write 'set clock'"),
         ("slow worker 1 by 3", "3", "a factor above 1, as in 3x, was expected, not '3'"),
         ("slow worker 1 by 1x", "1x", "a factor above 1"),
@@ -120,6 +122,12 @@ def test_a_worker_that_cannot_be() -> None:
     check(parse("join every 3s, kill worker 9 at step 90"), 4)
 
 
+def test_a_run_in_a_terminal_has_no_relay() -> None:
+    check(parse("drop terminal, kill worker 1 at step 9"), 4)
+    with pytest.raises(ScheduleError, match="cannot be combined"):
+        check(parse("cut worker 1 at step 9, drop terminal"), 4)
+
+
 def test_a_server_that_cannot_be() -> None:
     check(parse("kill server, kill server 1 at step 4"), 4, servers=2)
     with pytest.raises(ScheduleError, match="there is no parameter server 2") as raised:
@@ -164,7 +172,8 @@ def test_random_schedules_are_valid_repeatable_and_cover_every_kind() -> None:
     assert texts == [random_schedule(seed, 4, 100, servers=2, readers=1) for seed in range(50)]
     assert len(set(texts)) > 40
     found = [parse(text) for text in texts]
-    assert {fault.kind for faults in found for fault in faults} == {*KINDS} - {"fill disk", "set clock"}
+    wanted = {*KINDS} - {"fill disk", "set clock", "drop terminal"}
+    assert {fault.kind for faults in found for fault in faults} == wanted
     for faults in found:
         assert all(1 <= fault.when.amount <= 80 for fault in faults)
         assert all(fault.worker is None or fault.worker < 4 for fault in faults)

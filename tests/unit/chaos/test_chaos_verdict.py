@@ -261,6 +261,17 @@ def test_a_killed_coordinator() -> None:
     assert fault.shards_recomputed is None
 
 
+def test_a_lost_terminal_is_noticed_when_the_run_has_stopped() -> None:
+    """A generation that a death brought before the end is no answer."""
+    ended, resumed = {"kind": "ended", "at": BEGAN + 0.5}, {"kind": "resumed", "at": BEGAN + 2.0}
+    journal = (generation(1, 0.0, "start"), generation(2, 0.3), ended, resumed, generation(3, 3.0, "start"))
+    metrics = [*steps(0.0, 0.1), *steps(0.35, first=2, generation=2), *steps(3.2, 3.3, 3.4, first=3, generation=3)]
+    (outcome,) = judge(TWIN, faulty(*metrics, journal=journal), [note("drop terminal", 0.2)]).faults
+    assert (outcome.noticed_ms, outcome.next_commit_ms) == (pytest.approx(300), pytest.approx(3000))
+    (none,) = judge(TWIN, faulty(*metrics, journal=journal[:2]), [note("drop terminal", 0.2)]).faults
+    assert none.noticed_ms is None
+
+
 def test_a_killed_parameter_server() -> None:
     """It is noticed when a map without it is written down; no generation follows."""
     maps = [{"kind": "servers", "gone": gone, "at": BEGAN + at} for gone, at in [([], 0.0), ([0], 0.2), ([0, 2], 0.35)]]

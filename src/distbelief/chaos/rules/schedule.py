@@ -16,7 +16,7 @@ from distbelief.errors import DistBeliefError
 
 WORKER_FAULTS = ("kill worker", "freeze worker", "slow worker", "cut worker", "leave worker", "kill reader")
 """The number in these sentences is a worker's."""
-KINDS = (*WORKER_FAULTS, "kill coordinator", "join", "scale", "kill server", "fill disk", "set clock")
+KINDS = (*WORKER_FAULTS, "kill coordinator", "join", "scale", "kill server", "fill disk", "set clock", "drop terminal")
 NUMBERED = (*WORKER_FAULTS, "kill server")
 """The kinds that may name a worker or a server."""
 LASTING = ("freeze worker", "slow worker", "cut worker", "fill disk")
@@ -28,6 +28,7 @@ kill coordinator · join · scale to N · kill server [N] (of two parameter serv
 kill reader [N] (of worker N, of a job whose data is a Dataset)
 fill disk for 5s (of a --run-dir on a small disk of its own)
 set clock back 3h · set clock forward 3h (of the run's processes, not of the machine; needs libfaketime)
+drop terminal (the run's terminal is gone, as an SSH session that drops; the run saves, stops and is resumed)
 when: at step 40 · at 3s · every 40 steps · every 3s (left out: from the start)
 how long, for freeze, slow and cut: for 5s (left out: to the end)
 Sentences are parted by commas; without N, a worker or a server is chosen by --seed."""
@@ -108,6 +109,12 @@ def check(faults: tuple[Fault, ...], workers: int, servers: int = 0) -> None:
         if fault.kind == "kill server" and (fault.worker or 0) >= servers:
             hint = f"the servers of this run are 0 to {servers - 1}"
             raise ScheduleError(f"'{fault}': there is no parameter server {fault.worker}", hint=hint)
+    kinds = {fault.kind for fault in faults}
+    if {"cut worker", "drop terminal"} <= kinds:
+        raise ScheduleError(
+            "'cut worker' and 'drop terminal' cannot be combined: a run in a terminal has no relay for its connections",
+            hint="use two schedules, one after the other",
+        )
     most = max([workers, *(fault.count for fault in faults if fault.kind == "scale")])
     if any(fault.kind == "join" for fault in faults):
         return  # more workers may join

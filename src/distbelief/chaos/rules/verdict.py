@@ -175,6 +175,9 @@ def _answers(note: Note, notes: Sequence[Note], journal: Sequence[Record]) -> li
         return [r for r in after if int(r.get("epoch", 0)) > before][:1]
     if note.kind == "kill server":
         return [r for r in after if r.get("kind") == "servers" and note.server in r["gone"]][:1]
+    if note.kind == "drop terminal":
+        ended = [r for r in after if r.get("kind") == "ended"][:1]
+        return ended + [r for r in after if r.get("kind") == "generation" and ended and r["at"] >= ended[0]["at"]][:1]
     if note.kind in PLANNED:
         return [r for r in after if _heard(r, note)][:1] + [r for r in after if _granted(r, note)][:1]
     if note.kind not in ENDS_A_WORKER:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distbelief.control import messages as m
-from distbelief.coordinator.rules import balance, detector, explain, hosts
+from distbelief.coordinator.rules import balance, detector, explain, hosts, standins
 from distbelief.coordinator.rules.ending import Result, fail, fail_without_culprit, record, say, with_worker
 from distbelief.coordinator.rules.hosts import MOST_FAILED_HIRES, hire, launching, slowed
 from distbelief.coordinator.rules.progress import forget
@@ -291,14 +291,6 @@ def _estrange(state: State, workers: dict[int, str], now: float) -> Result:
     return state, outputs + more
 
 
-def returned(state: State, worker: Worker, now: float) -> Result:
-    """An estranged worker is heard of again."""
-    state = with_worker(state, replace(worker, estranged=False, finished=None))
-    if state.phase == "gathering":
-        return start_when_complete(state, now)
-    return regroup(state, "join", f"{worker.name} is back", now)
-
-
 def host_lost(state: State, event: m.HostLost, now: float) -> Result:
     """A host is reported lost. If its workers are alive all the same, they are taken back when they are heard of."""
     answer = Reply(m.Answer(state.epoch, True, "heard"))
@@ -384,6 +376,8 @@ def _without_host(state: State, name: str, reason: str, now: float) -> tuple[Sta
     """Expect nothing of that host any more. The list holds the workers that ran there."""
     state, outputs = hosts.forgotten(state, name, reason, now)
     outputs.insert(0, say(reason, now))
+    state, more = standins.succeeded(state, name, now)
+    outputs += more
     there = [worker.number for worker in state.workers.values() if worker.host == name and not worker.gone]
     return state, outputs, there
 

@@ -59,9 +59,11 @@ def offered(state: State, event: m.HostOffered, now: float) -> Result:
         return state, [Reply(m.Answer(state.epoch, False, text))]
     taken = {*state.hosts, *(offer.host for offer in state.offers.values()), *(w.host for w in state.workers.values())}
     name = unique(event.host or "host", taken)
-    state = replace(state, offers={**state.offers, event.nonce: Offer(name, event.grows)}, active_at=now)
-    text = f"the host {name} has joined, with room for {_workers(event.room)}"
-    facts = {"host": name, "nonce": event.nonce, "room": event.room, "grows": event.grows}
+    state = replace(
+        state, offers={**state.offers, event.nonce: Offer(name, event.grows, asked=event.host)}, active_at=now
+    )
+    text = f"the host {name} has joined, with room for {some_workers(event.room)}"
+    facts = {"host": name, "nonce": event.nonce, "room": event.room, "grows": event.grows, "asked": event.host}
     return state, [record(state, now, "host", text, **facts), say(text, now), Reply(m.Welcome(state.epoch, name))]
 
 
@@ -88,20 +90,6 @@ def attached(state: State, event: m.EngineAttached, now: float) -> Result:
     state = replace(state, hired=hired, placed=placed, active_at=active_at, hosts=known)
     state, more = _settle(state, now)
     return state, outputs + more
-
-
-def grown(state: State, host: str, now: float) -> Result:
-    """A manually started host joined; raise the target by its spare slots."""
-    nonce = next((nonce for nonce, offer in state.offers.items() if offer.host == host and offer.grows), None)
-    if nonce is None or state.phase == "ended":
-        return state, []
-    more = max(0, state.hosts[host].room - _held(state)[host])
-    target = state.target + more
-    state = replace(state, offers={**state.offers, nonce: Offer(host, added=more)}, target=target)
-    text = f"{host} adds {_workers(more)}" if more else f"{host} takes workers that the run still lacks"
-    written = record(state, now, "grown", text, host=host, nonce=nonce, target=target, added=more)
-    state, outputs = hire(state, now)
-    return state, [written, *outputs]
 
 
 # --- hosts are lost --------------------------------------------------------------------------------------------------
@@ -135,8 +123,8 @@ def _shrunk(state: State, name: str, now: float) -> Result:
         return state, []
     ((nonce, less),) = added
     target = max(state.target - less, state.config.workers)
-    state = replace(state, offers={**state.offers, nonce: Offer(name)}, target=target)
-    text = f"{name} is lost before the start: {_workers(less)} fewer"
+    state = replace(state, offers={**state.offers, nonce: replace(state.offers[nonce], added=0)}, target=target)
+    text = f"{name} is lost before the start: {some_workers(less)} fewer"
     return state, [record(state, now, "grown", text, host=name, nonce=nonce, target=target, added=0)]
 
 
@@ -180,7 +168,7 @@ def hire(state: State, now: float) -> Result:
         return state, []
     if state.restarts.wait_s(now):
         return state, []
-    placed = _place_workers(state, range(state.next_worker, state.next_worker + missing), now)
+    placed = _placesome_workers(state, range(state.next_worker, state.next_worker + missing), now)
     if not placed:
         return state, []
     reason = f"{there} of {state.target} workers are there or starting"
@@ -200,7 +188,7 @@ def hire(state: State, now: float) -> Result:
 
 def _settle(state: State, now: float) -> Result:
     """Choose hosts for hired workers for which no agent was asked yet."""
-    placed = _place_workers(state, [worker for worker in state.hired if worker not in state.placed], now)
+    placed = _placesome_workers(state, [worker for worker in state.hired if worker not in state.placed], now)
     if not placed:
         return state, []
     state = replace(
@@ -214,13 +202,13 @@ def _settle(state: State, now: float) -> Result:
     return state, outputs
 
 
-def _place_workers(state: State, numbers: Iterable[int], now: float) -> dict[int, str]:
+def _placesome_workers(state: State, numbers: Iterable[int], now: float) -> dict[int, str]:
     """Worker -> host, for the workers that hosts have room for. Before any agent has reported, "" (the launching
     process's host) takes all."""
     if not state.hosts:
         return dict.fromkeys(numbers, "")
     rooms = {name: host.room for name, host in state.hosts.items()}
-    return place(numbers, _reporting(state, now), _held(state), rooms)
+    return place(numbers, _reporting(state, now), workers_by_host(state), rooms)
 
 
 def place_servers(state: State, numbers: Iterable[int], now: float) -> dict[int, str]:
@@ -247,7 +235,7 @@ def _reporting(state: State, now: float) -> Hosts:
     return {name: host for name, host in state.hosts.items() if not is_silent(state.hosts, name, now)}
 
 
-def _held(state: State) -> Counter[str]:
+def workers_by_host(state: State) -> Counter[str]:
     """Host -> the workers that run or start there."""
     held = Counter(one.host for one in state.workers.values() if one.exited is None and not one.estranged)
     held.update(state.placed[worker] or launching(state) for worker in state.hired if worker in state.placed)
@@ -300,5 +288,5 @@ def unique(wanted: str, taken: Iterable[str]) -> str:
     return name
 
 
-def _workers(count: int) -> str:
+def some_workers(count: int) -> str:
     return "1 worker" if count == 1 else f"{count} workers"

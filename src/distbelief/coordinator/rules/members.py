@@ -21,8 +21,9 @@ from distbelief.control import messages as m
 from distbelief.coordinator.rules import explain, generation
 from distbelief.coordinator.rules.ending import Result, fail, record, say, with_worker
 from distbelief.coordinator.rules.hosts import hire
-from distbelief.coordinator.rules.regroup import regroup, release, start_when_complete
+from distbelief.coordinator.rules.regroup import dismiss, regroup, release, start_when_complete
 from distbelief.coordinator.rules.restarts import Restarts
+from distbelief.coordinator.rules.standins import without_one
 from distbelief.coordinator.rules.vocabulary import Output, ProtocolError, Reply, Send, State, Worker
 from distbelief.transport.rules import choice
 
@@ -164,16 +165,10 @@ def scaled(state: State, event: m.ScaleRequested, now: float) -> Result:
     # and what they have cached.
     there.sort(key=lambda worker: (_seniority(state, worker.number), worker.number))
     surplus = [*there, *(Worker(number) for number in sorted(state.hired))][event.workers :]
-    leaving = [worker.number for worker in surplus]
     reason = f"{event.workers} workers were asked for instead of {state.target}"
-    outputs: list[Output] = [record(state, now, "scaled", reason, target=event.workers, leaving=leaving)]
-    hired = {number: at for number, at in state.hired.items() if number not in leaving}
     troubles = replace(state.troubles, failed_hires=0, refused=0)
-    state = replace(state, target=event.workers, hired=hired, troubles=troubles, restarts=Restarts())
-    outputs.append(say(reason, now))
-    for worker in surplus:
-        state, more = release(state, worker, now)
-        outputs += more
+    state = replace(state, target=event.workers, troubles=troubles, restarts=Restarts())
+    state, outputs = dismiss(state, surplus, reason, now)
     state, more = hire(state, now)
     waiting = event.workers - len(there) - sum(1 for worker in state.hired if worker in state.placed)
     outputs += [*more, _answer(state, True, _scaling(len(there), event.workers, waiting))]
@@ -218,6 +213,7 @@ def leave_requested(state: State, event: m.LeaveRequested, now: float) -> Result
         return state, []  # a batch system terminates all workers at once: they are needed for the last checkpoint
     target = max(state.target - 1, state.config.min_workers)
     text = f"{worker.name} was asked to leave, and leaves after the present step"
+    state = without_one(state, worker.host) if target < state.target else state
     state = replace(state, target=target)
     outputs: list[Output] = [record(state, now, "leaves", text, worker=worker.number, target=target), say(text, now)]
     state, more = release(state, worker, now)

@@ -178,6 +178,18 @@ def release(state: State, worker: Worker, now: float) -> Result:
     return state, [Send(worker.number, m.EndRun(state.epoch, "left", "it is not needed any more"))]
 
 
+def dismiss(state: State, workers: Sequence[Worker], reason: str, now: float) -> Result:
+    """Record the wanted number of workers, and let those leave that are too many, there or still starting."""
+    leaving = [worker.number for worker in workers]
+    outputs: list[Output] = [record(state, now, "scaled", reason, target=state.target, leaving=leaving)]
+    outputs.append(say(reason, now))
+    state = replace(state, hired={number: at for number, at in state.hired.items() if number not in leaving})
+    for worker in workers:
+        state, more = release(state, worker, now)
+        outputs += more
+    return state, outputs
+
+
 def committed(state: State) -> State:
     """A step was committed: forget what went wrong before it."""
     troubles = Troubles(failed_hires=state.troubles.failed_hires, killers=state.troubles.killers)

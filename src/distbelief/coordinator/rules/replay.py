@@ -20,6 +20,7 @@ from distbelief.control import messages as m
 from distbelief.coordinator.rules.ending import with_worker
 from distbelief.coordinator.rules.servers.fleet import Fleet, ServerProcess, retargeted
 from distbelief.coordinator.rules.servers.roles import Placement
+from distbelief.coordinator.rules.standins import without_one
 from distbelief.coordinator.rules.vocabulary import Offer, State, Worker
 from distbelief.errors import DistBeliefError
 
@@ -56,12 +57,15 @@ def _after(state: State, entry: Entry, now: float) -> State:
             hired = {**state.hired, **dict.fromkeys(entry["workers"], now)}
             return _numbered(replace(state, hired=hired, placed={**state.placed, **placed}), entry["workers"])
         case "host":
-            return replace(state, offers={**state.offers, entry["nonce"]: Offer(entry["host"], entry["grows"])})
+            offer = Offer(entry["host"], entry["grows"], asked=entry.get("asked", entry["host"]))
+            return replace(state, offers={**state.offers, entry["nonce"]: offer})
         case "declined":
             offers = {nonce: offer for nonce, offer in state.offers.items() if nonce != entry["nonce"]}
             return replace(state, offers=offers)
         case "grown":
-            offers = {**state.offers, entry["nonce"]: Offer(entry["host"], added=entry["added"])}
+            replaced = {nonce: replace(state.offers[nonce], added=0) for nonce in entry.get("replaces", [])}
+            offer = replace(state.offers[entry["nonce"]], grows=False, added=entry["added"])
+            offers = {**state.offers, **replaced, entry["nonce"]: offer}
             return replace(state, offers=offers, target=entry["target"])
         case "admitted":
             return _numbered(replace(state, arriving=state.arriving | {entry["worker"]}), [entry["worker"]])
@@ -84,6 +88,8 @@ def _after(state: State, entry: Entry, now: float) -> State:
             state = _arrived(state, leaving)
             for worker in leaving:
                 state = _with(state, worker, leaving=True)
+            if entry["kind"] == "leaves" and entry["target"] < state.target:
+                state = without_one(state, state.workers[entry["worker"]].host)
             return replace(state, target=entry["target"])
         case "checkpoint":
             return replace(state, saves=replace(state.saves, sealed=entry["step"], sealed_at=now))

@@ -28,7 +28,7 @@ from dataclasses import replace
 from typing import Any
 
 from distbelief.control import messages as m
-from distbelief.coordinator.rules import faults, hosts, members, saving
+from distbelief.coordinator.rules import faults, hosts, members, saving, standins
 from distbelief.coordinator.rules.ending import Result, end, fail
 from distbelief.coordinator.rules.progress import Seen, absorb, absorb_results
 from distbelief.coordinator.rules.regroup import committed
@@ -135,7 +135,7 @@ def _attached(state: State, event: m.EngineAttached, now: float) -> Result:
             outputs += more
     state, more = faults.outstanding(state, now)  # missing workers are started before the run grows
     outputs += more
-    state, more = hosts.grown(state, event.host, now)
+    state, more = standins.grown(state, event.host, now)
     outputs += more
     state, more = lifecycle.attached(state, event, now)
     outputs += more
@@ -151,7 +151,7 @@ def _heartbeat(state: State, event: m.Heartbeat, now: float) -> Result:
     if worker is None or not worker.ready or event.epoch < state.epoch:
         return state, [_introduce(state)] if worker is None or worker.exited is None else []
     if worker.estranged:
-        return faults.returned(state, worker, now)
+        return standins.returned(state, worker, now)
     if event.generation != state.generation or not state.is_member(event.worker):
         state = replace(state, pulse=state.pulse.alive(event.worker, now))
         told = [*lifecycle.told_worker(state, event), *_told_again(state, worker, event.generation)]

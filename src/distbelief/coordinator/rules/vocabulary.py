@@ -191,6 +191,8 @@ class Offer:
     """Whether the target rises by the host's spare slots when it first reports."""
     added: int = 0
     """By how much the target rose."""
+    asked: str = ""
+    """The name of its machine, by which the agent had asked; a second agent of a machine is given another name."""
 
 
 @dataclass(frozen=True)
