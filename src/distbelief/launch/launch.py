@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from distbelief.atomicfile import replace_file
-from distbelief.control.credentials import Credential
+from distbelief.control.credentials import Authority, Credential, KeyAuthority
 from distbelief.control.sockets import is_loopback
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.launch.rundir import check_idle
@@ -66,7 +66,8 @@ class Invitation:
 
     address: str
     """The coordinator's address, as in tcp://10.0.0.1:5555."""
-    secret: bytes = field(repr=False)
+    access: Authority | KeyAuthority
+    """Of a host with the key file a KeyAuthority: it can join every run with that key."""
 
 
 def _unchanged(spec: WorkerSpec) -> WorkerSpec:
