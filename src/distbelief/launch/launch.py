@@ -44,7 +44,7 @@ class Placement(msgspec.Struct, frozen=True, rename={"blocks_signals": "shelters
     listen: str = LOOPBACK_ONLY
     """The coordinator's address. Beyond loopback, other hosts can join."""
     key_file: str = ""
-    """The file of the key that the run's secret follows from; empty: the run has a secret of its own."""
+    """The key file; empty: this start of the run has a secret of its own."""
     local_workers: int = -1
     """The number of workers that this process starts; agents of other hosts start the rest. -1: all."""
     local_servers: int = -1
