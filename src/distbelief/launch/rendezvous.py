@@ -86,7 +86,8 @@ class Rendezvous(Protocol):
     def wait(self) -> Invitation | int:
         """Any other process: the first process's invitation, or the exit status because no run takes place."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """First process: withdraw the notice."""
 
 
 # --- the address of this machine that other hosts can reach -----------------------------------------------------------

@@ -92,7 +92,6 @@ def _take_part(asked: LauncherRequest, place: Place) -> int:
     rendezvous = _rendezvous(asked, place)
     assert rendezvous is not None  # only the first process can be without other hosts
     found = rendezvous.wait()
-    rendezvous.close()
     if isinstance(found, int):
         return found
     from distbelief.launch.joining import serve_host

@@ -24,7 +24,7 @@ from distbelief.launch.launchers.rules.place import Place
 from distbelief.launch.launchers.run import LauncherRequest, find_place, leading, run_folder
 from distbelief.launch.launchers.samehost import HelpingProcess
 from distbelief.launch.pollloop import signals_blocked
-from distbelief.launch.rendezvous import SharedFolder
+from distbelief.launch.rendezvous import Notice, SharedFolder
 from distbelief.observe.plain import PlainView
 from distbelief.options import RunOptions
 from distbelief.worker.spec import JobSource
@@ -67,6 +67,17 @@ def test_on_several_hosts_others_are_let_in_and_the_invitation_is_gone_in_the_en
     assert (at.listen, at.is_open, at.local_workers, at.room) == ("tcp://10.0.0.1:*", True, 2, 2)
     assert (at.on, at.host, at.local_servers) == ("slurm", "n1", -1)
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_every_host_reads_the_notice(tmp_path: Path) -> None:
+    """The first of them must not take it away."""
+    first = place(0, 3, (0, 1))
+    asked = LauncherRequest("slurm", "digits", run_dir=tmp_path / "run")
+    SharedFolder(tmp_path / "run", first.job).tell(Notice(over=3))
+    with ThreadPoolExecutor(1) as beside:
+        for index in (1, 2):
+            other = beside.submit(run._take_part, asked, replace(first, index=index))
+            assert other.result(60) == 3
 
 
 def test_what_ends_the_leading_process_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
