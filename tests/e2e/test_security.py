@@ -12,13 +12,21 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
+import zmq
 
-from distbelief.control.credentials import Authority
-from distbelief.control.keyfiles import new_key, read_key
+from distbelief.control import messages as m
+from distbelief.control.credentials import Authority, Credential, KeyAuthority
+from distbelief.control.keyfiles import new_key, read_key, run_secret
 from distbelief.control.signatures import CONNECTIONS_CLOSED
-from tests.support.runs.command import JOBS, processes_of
+from distbelief.control.sockets import dial
+from distbelief.coordinator.client import answer_of, ask, whereabouts
+from distbelief.coordinator.server import bind
+from distbelief.errors import DistBeliefError
+from tests.support.ports import free_port
+from tests.support.runs.command import JOBS, Run, processes_of
 from tests.support.runs.watched import Watched
 
 INTRUDER = "tests.support.runs.intruder"
@@ -77,8 +85,9 @@ def _another_user_gets_at_nothing(run: Watched, tmp_path: Path) -> None:
 
 
 def _secrets_are_nowhere(run: Watched, tmp_path: Path) -> None:
-    known = json.loads((run.folder / "coordinator.json").read_text())
-    authority = Authority(bytes.fromhex(known["secret"]), known["start"])
+    _, authority = whereabouts(run.folder)
+    key = KeyAuthority(run_secret(read_key(tmp_path / "key")))
+    of_key = [read_key(tmp_path / "key"), key.secret, key.applicant().token, key.keys()[1]]
     credentials = [
         authority.owner(),
         authority.worker(0),
@@ -87,14 +96,14 @@ def _secrets_are_nowhere(run: Watched, tmp_path: Path) -> None:
         authority.server(1),
     ]
     raw = [
-        read_key(tmp_path / "key"),
+        *of_key,
         authority.secret,
         *(one.token for one in credentials),
         *(one.peer_key for one in credentials if one.peer_key),
     ]
-    forms = [form for one in raw for form in (one, one.hex().encode(), base64.b64encode(one), repr(one).encode())]
 
-    def shown(where: str, content: bytes) -> list[str]:
+    def shown(where: str, content: bytes, among: list[bytes] = raw) -> list[str]:
+        forms = [form for one in among for form in (one, one.hex().encode(), base64.b64encode(one), repr(one).encode())]
         return [where for form in forms if form in content]
 
     found: list[str] = []
@@ -104,10 +113,11 @@ def _secrets_are_nowhere(run: Watched, tmp_path: Path) -> None:
     private = []
     for path in [Path(folder, name) for folder, _, names in os.walk(run.folder) for name in names]:
         with contextlib.suppress(FileNotFoundError):  # it was but a draft
-            if path.stat().st_mode & 0o077 == 0:
+            is_private = path.stat().st_mode & 0o077 == 0
+            if is_private:
                 private.append(path.name)
-            else:
-                found += shown(str(path), path.read_bytes())
+            if path.is_file():  # what follows from the key opens every run with this key: it is in no file
+                found += shown(str(path), path.read_bytes(), of_key if is_private else raw)
     assert found == []
     assert "coordinator.json" in private
     assert shown("there", (run.folder / "coordinator.json").read_bytes()), "it would be found if it were there"
@@ -118,3 +128,62 @@ def _secrets_are_nowhere(run: Watched, tmp_path: Path) -> None:
     left = [path for path in run.folder.rglob("*") if path.is_file() and shown(str(path), path.read_bytes())]
     assert left == [], "when the run is over, nothing of it is left"
     assert shown("summary", json.dumps(result).encode()) == []
+
+
+def test_one_run_directory_opens_no_other_run_with_the_same_key(
+    start: Callable[..., Run], tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """Whoever reads it can neither send messages to another run, nor offer a host to it, nor pose as its coordinator.
+    The run itself can be joined with it, and the other run with the key."""
+    new_key(tmp_path / "key")
+    job = [JOBS / "small.py", "--set", "steps=20", "--workers", 1, "--key", "key", "--json"]
+    leads = [
+        start("coordinator", *job, "--listen", f"127.0.0.2:{free_port()}", "--run-dir", name) for name in ("a", "b")
+    ]
+    wait_until(lambda: all((tmp_path / name / "parcel.bin").exists() for name in ("a", "b")))
+    _, stolen = whereabouts(tmp_path / "a")
+    address, other = whereabouts(tmp_path / "b")
+    key = KeyAuthority(run_secret(read_key(tmp_path / "key")))
+
+    genuine, forged = [stolen.owner(), stolen.agent()], _made_of(stolen, other.start)
+    events = (m.StopRequested("by a stranger"), m.ScaleRequested(5), m.HostOffered("far", "nonce", 1, True))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        dial(socket, address, stolen.coordinator_key)  # it is the same for all runs with the key, and no secret
+        for credential in (*genuine, *forged):
+            for event in events:
+                message = m.encode(event)
+                socket.send_multipart([credential.signer().sign(message), message])
+        message = m.encode(m.FactsAsked(7))
+        socket.send_multipart([key.applicant().signer().sign(message), message])  # arrives after the others
+        answers = []
+        while not answers or isinstance(answers[-1], m.JoinAgain):
+            assert socket.poll(60_000), "the key opens it"
+            answers.append(m.decode_command(socket.recv_multipart()[-1]))
+        assert len(answers) == len(genuine) * len(events) + 1
+        assert isinstance(answers[-1], m.RunFacts)
+    for keys in (KeyAuthority(stolen.secret).keys(), KeyAuthority(stolen.coordinator_key[:32]).keys()):
+        with zmq.Context() as context:
+            false, at = bind(context, keys)
+            with false, pytest.raises(DistBeliefError, match="another key"):
+                answer_of(at, other.owner(), m.FactsAsked(1), 1.0)
+            assert keys[0] != other.coordinator_key
+
+    (tmp_path / "mixed").mkdir()
+    known = json.loads((tmp_path / "a" / "coordinator.json").read_text())
+    (tmp_path / "mixed" / "coordinator.json").write_text(json.dumps({**known, "address": address}))
+    with pytest.raises(DistBeliefError, match="another run with the same key"):
+        ask(tmp_path / "mixed", m.StopRequested("of another run"), 60.0)
+    by_directory = start("worker", "--join", "a", "--host", "far")
+    by_key = start("worker", "--join", address.removeprefix("tcp://"), "--key", "key", "--host", "far")
+    results = [lead.wait().json for lead in leads]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    assert [one["refused"] for one in results] == [{}, {"wrongly signed": len(forged) * len(events)}]
+    assert [one.wait().status for one in (by_directory, by_key)] == [0, 0]
+
+
+def _made_of(stolen: Authority, start: str) -> list[Credential]:
+    """What can be made of the authority in a run directory for a run with that start (which is no secret)."""
+    as_key = KeyAuthority(stolen.secret)
+    authorities = [Authority(stolen.secret, b"", start), as_key.of_start(start), as_key.of_start(stolen.start)]
+    made = [one for authority in authorities for one in (authority.owner(), authority.agent())]
+    return [as_key.applicant(), msgspec.structs.replace(as_key.applicant(), token=stolen.secret), *made]

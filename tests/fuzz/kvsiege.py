@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from distbelief import kv
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import KeyAuthority
 from tests.fuzz.attacks import Attacker
 from tests.fuzz.mutation import mutated
 
@@ -22,7 +22,7 @@ def besiege(frames: int, seed: int = 1) -> tuple[dict[str, int], dict[int, float
     how many MB each process has grown."""
     with kv.serve(servers=2, shared_memory=False) as file, kv.connect(file) as store:
         known = json.loads(Path(file).read_text())
-        enemy = Attacker(Authority(bytes.fromhex(known["secret"])), Random(seed))
+        enemy = Attacker(KeyAuthority(bytes.fromhex(known["secret"])).run, Random(seed))
         try:
             return _besieged(store, known["address"], Path(file).parent, enemy, frames)
         finally:
@@ -43,7 +43,7 @@ def _besieged(
     for round_ in range(1, 4):
         for host, port in doors:
             address = f"tcp://{host}:{port}"
-            key = enemy.authority.keys()[0] if address == supervisor else b""
+            key = enemy.authority.coordinator_key if address == supervisor else b""
             attacks = {
                 "raw bytes": enemy.raw(host, port, each // 12),
                 "strangers": enemy.strangers(address, each // 12),

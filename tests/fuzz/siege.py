@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from distbelief.control import messages as m
-from distbelief.control.credentials import Authority
+from distbelief.coordinator.client import whereabouts
 from tests.fuzz.attacks import Attacker
 from tests.support.runs.watched import of_kinds
 
@@ -56,9 +56,9 @@ class Siege:
         )
         self._wait(lambda: self.steps() >= 2)
         known = json.loads((self.run_dir / "coordinator.json").read_text())
-        self.coordinator: str = known["address"]
         self.pid: int = known["pid"]
-        self.attacker = Attacker(Authority(bytes.fromhex(known["secret"]), known["start"]), self._random)
+        self.coordinator, authority = whereabouts(self.run_dir)
+        self.attacker = Attacker(authority, self._random)
 
     # --- what it is --------------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class Siege:
             self._count("unsigned", enemy.unsigned(address, door, each // 4))
             self._count("members", enemy.member(address, door, each // 4, servers=not coordinator))
             self._count("too large", enemy.too_large(address, door, TOO_LARGE) if coordinator else 0)
-        door = authority.keys()[0]
+        door = authority.coordinator_key
         self._count("in another's name", enemy.claims(self.coordinator, door, each // 2))
         same = m.encode(m.ScaleRequested(2))
         self._count("replayed", enemy.replayed(self.coordinator, door, authority.owner().signer(), same, each // 2))
@@ -147,7 +147,7 @@ class Siege:
         """With which a door opens; on loopback those of servers have no lock."""
         authority = self.attacker.authority
         if coordinator:
-            return authority.keys()[0]
+            return authority.coordinator_key
         if address not in self._locked:
             key = authority.server(0).servers_key
             self._locked[address] = any(self.attacker.unsigned(address, key, 1) for _ in range(3))

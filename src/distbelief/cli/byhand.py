@@ -90,15 +90,18 @@ def worker(
 
         raise typer.Exit(join_run(Path(join), count, host, device))
 
+    from distbelief.control.credentials import KeyAuthority
     from distbelief.control.keyfiles import required_key, run_secret
     from distbelief.control.unreachable import find
     from distbelief.launch.joining import PATIENCE_S, serve_host
     from distbelief.launch.launch import Invitation
 
     address = find(join, PATIENCE_S, print)
-    invitation = Invitation(address, run_secret(required_key(key, address)))
+    access = KeyAuthority(run_secret(required_key(key, address)))
 
-    def find_again() -> str:
-        return find(join, 0.0, lambda text: None)
+    def find_again() -> Invitation:
+        return Invitation(find(join, 0.0, lambda text: None), access)
 
-    raise typer.Exit(serve_host(invitation, count, host, grows=True, device=device, find_again=find_again))
+    raise typer.Exit(
+        serve_host(Invitation(address, access), count, host, grows=True, device=device, find_again=find_again)
+    )

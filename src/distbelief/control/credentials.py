@@ -1,10 +1,16 @@
-"""Credentials: the keys and tokens with which each process of a run authenticates, derived from the run's secret.
+"""Credentials: the keys and tokens with which each process of a run authenticates, derived from a secret.
 
-A process that has the secret is an *owner*: the engine, its agents, and every process that can read the run directory.
-An owner derives the credentials of workers and parameter servers. A worker's credential signs its messages to the
-coordinator and, with another token, its messages to servers. A server's credential holds the key by which all servers
-verify workers: a server could speak for a worker to other servers, but not to the coordinator. A process without the
-public key (CURVE) of a listening socket cannot connect to that socket.
+There are two secrets. The *key's secret* follows from the key file, or is random for each start of a run without one:
+from it follow the coordinator's private key and the secrets of all runs with that key (KeyAuthority). The *run's
+secret* follows from the key's secret and from a random text of each start of a run, so it says nothing about other runs
+with the same key (Authority). Only the run's secret is in the run directory.
+
+A process that has the run's secret is an *owner*: the engine, its agents, and every process that can read the run
+directory. A process that has the key and does not know the random text yet is a *key holder*: it can offer a host, and
+is then sent the text. An owner derives the credentials of workers and parameter servers. A worker's credential signs
+its messages to the coordinator and, with another token, its messages to servers. A server's credential holds the key by
+which all servers verify workers: a server could speak for a worker to other servers, but not to the coordinator. A
+process without the public key (CURVE) of a listening socket cannot connect to that socket.
 """
 
 from __future__ import annotations
@@ -14,7 +20,17 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from distbelief.control.signatures import AGENT, OWNER, SERVER, WORKER, Signer, Verifier, derive_key, derive_token
+from distbelief.control.signatures import (
+    AGENT,
+    KEY_HOLDER,
+    OWNER,
+    SERVER,
+    WORKER,
+    Signer,
+    Verifier,
+    derive_key,
+    derive_token,
+)
 
 BURST = 4000
 PER_S = 1000
@@ -28,7 +44,7 @@ Keys = tuple[bytes, bytes]
 class Credential(Struct, frozen=True):
     role: str
     number: int
-    """A worker's or server's number. An owner's or agent's is random and only tells two processes apart."""
+    """A worker's or server's number. Of the other roles it is random and only tells two processes apart."""
     token: bytes
     """Signs messages to the coordinator."""
     coordinator_key: bytes
@@ -67,31 +83,77 @@ NO_CREDENTIAL = Credential("", -1, b"", b"")
 
 @dataclass(frozen=True)
 class Authority:
-    """Derives all credentials of a run from its secret.
+    """Derives the credentials of one start of a run. Its three values are in `coordinator.json`.
 
-    `start` is a random text for each start of the run, of at most 16 characters: tokens of agents, workers and servers
-    follow from it too, so messages of processes that outlived another start with the same secret are recognised and
-    dropped. `start` is no secret.
+    `start` is a random text for each start of the run, of at most 16 characters. It is no secret.
     """
 
     secret: bytes = field(repr=False)
+    """The run's secret."""
+    coordinator_key: bytes
+    """The coordinator's public key."""
     start: str = ""
 
     def owner(self) -> Credential:
-        return Credential(OWNER, secrets.randbits(62), derive_token(self.secret, OWNER, 0), self.keys()[0])
+        return self._of_anyone(OWNER)
 
     def agent(self) -> Credential:
-        """The credential of a host's agent. Valid for this start of the run only."""
-        token = derive_token(self._run, AGENT, 0)
-        return Credential(AGENT, secrets.randbits(62), token, self.keys()[0], start=self.start)
+        """The credential of a host's agent."""
+        return self._of_anyone(AGENT)
 
     def worker(self, number: int) -> Credential:
-        token, to_servers = derive_token(self._run, WORKER, number), derive_token(self._peers, WORKER, number)
-        return Credential(WORKER, number, token, self.keys()[0], to_servers, self._servers_key, self.start)
+        token, to_servers = derive_token(self.secret, WORKER, number), derive_token(self._peers, WORKER, number)
+        return Credential(WORKER, number, token, self.coordinator_key, to_servers, self._servers_key, self.start)
 
     def server(self, number: int) -> Credential:
-        token = derive_token(self._run, SERVER, number)
-        return Credential(SERVER, number, token, self.keys()[0], self._peers, self._servers_key, self.start)
+        token = derive_token(self.secret, SERVER, number)
+        return Credential(SERVER, number, token, self.coordinator_key, self._peers, self._servers_key, self.start)
+
+    def applicant(self) -> Credential:
+        """The credential of a process that offers a host or asks about the run."""
+        return self.owner()
+
+    def of_start(self, start: str) -> Authority:
+        """The coordinator answers nobody who has the secret of another start."""
+        assert start == self.start
+        return self
+
+    def _of_anyone(self, role: str) -> Credential:
+        token = derive_token(self.secret, role, 0)
+        return Credential(role, secrets.randbits(62), token, self.coordinator_key, start=self.start)
+
+    @property
+    def _peers(self) -> bytes:
+        return derive_key(self.secret, b"distbelief-peers")
+
+    @property
+    def _servers_key(self) -> bytes:
+        return _curve_keys(self._peers)[0]
+
+
+@dataclass(frozen=True)
+class KeyAuthority:
+    """The authority over all runs with one secret: of a process that leads a run, or has the key file.
+
+    `start`: of the run that this process leads. With it the coordinator recognises messages of processes that outlived
+    another start with the same secret, and drops them.
+    """
+
+    secret: bytes = field(repr=False)
+    """The key's secret."""
+    start: str = ""
+
+    def applicant(self) -> Credential:
+        """The credential of a process that does not know the run's start yet."""
+        return Credential(KEY_HOLDER, secrets.randbits(62), derive_token(self.secret, KEY_HOLDER, 0), self.keys()[0])
+
+    def of_start(self, start: str) -> Authority:
+        return Authority(self._key_of(start), self.keys()[0], start)
+
+    @property
+    def run(self) -> Authority:
+        """Of the run that this process leads."""
+        return self.of_start(self.start)
 
     def keys(self) -> Keys:
         """The key pair of the coordinator's listening socket."""
@@ -99,23 +161,11 @@ class Authority:
 
     def verifier(self) -> Verifier:
         """Verifies messages to the coordinator."""
-        keys = {OWNER: self.secret, **dict.fromkeys((AGENT, WORKER, SERVER), self._run)}
-        return Verifier(keys, BURST, PER_S, self._key_of)
-
-    @property
-    def _run(self) -> bytes:
-        return self._key_of(self.start)
+        of_run = dict.fromkeys((OWNER, AGENT, WORKER, SERVER), self._key_of(self.start))
+        return Verifier({KEY_HOLDER: self.secret, **of_run}, BURST, PER_S, self._key_of)
 
     def _key_of(self, start: str) -> bytes:
         return derive_key(self.secret, b"distbelief-start", start.encode())
-
-    @property
-    def _peers(self) -> bytes:
-        return derive_key(self._run, b"distbelief-peers")
-
-    @property
-    def _servers_key(self) -> bytes:
-        return _curve_keys(self._peers)[0]
 
 
 def _curve_keys(key: bytes) -> Keys:

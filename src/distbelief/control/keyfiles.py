@@ -1,7 +1,7 @@
 """Key files: a process needs one to lead a run, or to join a run, across machines.
 
-A key is 64 hexadecimal digits in a file that only its owner may read. It is never sent: the run's secret is derived
-from it, and from that secret all credentials (credentials.py). Use one key per job or per group of people.
+A key is 64 hexadecimal digits in a file that only its owner may read. It is never sent: a secret is derived from it,
+and from that secret all credentials (credentials.py). Use one key per job or per group of people.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def read_key(path: Path) -> bytes:
 
 
 def run_secret(key: bytes) -> bytes:
-    """The secret of runs with this key: the key itself stays in its file.
+    """The key's secret: the key itself stays in its file.
 
     >>> len(run_secret(bytes(32))), run_secret(bytes(32)) == bytes(32)
     (32, False)

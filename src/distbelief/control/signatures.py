@@ -4,8 +4,8 @@ The first frame of every message to a coordinator, a server or a rendezvous is i
 
     | role | number | stamp | start | keyed hash of these four and of the message |
 
-The hash key is the sender's token, which never travels. `start` is no secret: a process that has the run's secret can
-verify messages of other starts with the same secret, and so tells an old member from an attacker. Stamps of one sender
+The hash key is the sender's token, which never travels. `start` is no secret: a process that has the key's secret can
+verify messages of other starts with the same key, and so tells an old member from an attacker. Stamps of one sender
 only rise, so a receiver recognises a replayed message by its stamp. This module has no sockets. Only the signer reads a
 clock; a verifier is given the time.
 """
@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-OWNER, WORKER, SERVER, AGENT = "owner", "worker", "server", "agent"
-_CODES = {OWNER: 1, WORKER: 2, SERVER: 3, AGENT: 4}
+OWNER, WORKER, SERVER, AGENT, KEY_HOLDER = "owner", "worker", "server", "agent", "key holder"
+_CODES = {OWNER: 1, WORKER: 2, SERVER: 3, AGENT: 4, KEY_HOLDER: 5}
 _ROLES = {code: role for role, code in _CODES.items()}
 _START_BYTES = 16
 _HEAD = struct.Struct(f">BqQ{_START_BYTES}s")
@@ -69,8 +69,8 @@ def derive_key(key: bytes, purpose: bytes, what: bytes = b"") -> bytes:
 
 
 def derive_token(key: bytes, role: str, number: int) -> bytes:
-    """The token with which a process signs. All owners share one token, and so do all agents of a start."""
-    return derive_key(key, b"distbelief-token", (role if role in (OWNER, AGENT) else f"{role} {number}").encode())
+    """The token with which a process signs. All owners share one token, and so do all agents and all key holders."""
+    return derive_key(key, b"distbelief-token", (f"{role} {number}" if role in (WORKER, SERVER) else role).encode())
 
 
 class Signer:
@@ -110,7 +110,7 @@ class Verifier:
 
     `keys` gives for each role the key from which its tokens are derived; roles without a key are refused. `burst` and
     `per_s` limit the rate of each sender: `burst` messages at once, then `per_s` per second (0: no limit). `of_start`:
-    gives the key of another start of the run, for all roles but owners.
+    gives the key of another start of the run, for all roles but key holders.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Verifier:
                 raise Refused(WRONG_SIGNATURE)
             known = _Known(derive_token(self._keys[sender.role], *sender), self._floor, self._burst, now)
         if not _is_signed(known.token, signature, message):
-            if self._of_start and sender.role != OWNER:
+            if self._of_start and sender.role != KEY_HOLDER:
                 key = self._of_start(start.rstrip(b"\0").decode(errors="replace"))
                 if _is_signed(derive_token(key, *sender), signature, message):
                     raise Refused(OTHER_START, sender)

@@ -1,6 +1,6 @@
 """ZeroMQ sockets of the control plane: which of them are encrypted and authenticated (CURVE).
 
-Every listening process has a CURVE key pair derived from the run's secret (credentials.py). A process that knows the
+Every listening process has a CURVE key pair derived from a secret (credentials.py). A process that knows the
 public key can connect and can check that it talks to the right process; a process that does not know it fails in the
 handshake. Sockets of parameter servers on loopback are not encrypted, because tensors move there at the speed of
 memory; the messages on them are signed all the same (signatures.py).

@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from distbelief.atomicfile import ROOM_WAIT_S, lacks_room
 from distbelief.control.connectionlimit import ConnectionLimit
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import KeyAuthority
 from distbelief.control.messages import LEADER_GONE, SECRET_BYTES
 from distbelief.control.signatures import Refusals
 from distbelief.coordinator import client
@@ -48,7 +48,7 @@ class Order(Struct, frozen=True, forbid_unknown_fields=True):
 
     run_dir: str
     secret: str
-    """In hexadecimal."""
+    """The key's secret, in hexadecimal."""
     config: RunConfig
     start: str = ""
     """See `credentials.Authority`."""
@@ -113,7 +113,7 @@ def _run(order: Order, engine: EngineLink) -> int:
         contextlib.closing(MetricsFile(run_dir / "metrics.jsonl")) as metrics,
         zmq.Context() as context,
     ):
-        authority = Authority(bytes.fromhex(order.secret), order.start)
+        authority = KeyAuthority(bytes.fromhex(order.secret), order.start)
         socket, address = edge.bind(context, authority.keys(), order.listen)
         refusals = Refusals()
         with socket, contextlib.closing(ConnectionLimit(socket, refusals)) as limit:
@@ -126,7 +126,7 @@ def _run(order: Order, engine: EngineLink) -> int:
             with contextlib.ExitStack() as stack:
 
                 def advertise() -> None:
-                    stack.enter_context(client.advertised(run_dir, address, authority, journal.epoch, order.host))
+                    stack.enter_context(client.advertised(run_dir, address, authority.run, journal.epoch, order.host))
 
                 _when_there_is_room(advertise, room_wait_s, engine)
                 _answer({"address": address, "epoch": journal.epoch})

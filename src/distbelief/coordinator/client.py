@@ -12,8 +12,8 @@ import msgspec
 import zmq
 
 from distbelief.atomicfile import replace_file
-from distbelief.control.credentials import Authority
-from distbelief.control.messages import Admit, Answer, Command, Event, JoinRequested, decode_command, encode
+from distbelief.control.credentials import Authority, Credential
+from distbelief.control.messages import Admit, Answer, Command, Event, JoinAgain, JoinRequested, decode_command, encode
 from distbelief.control.sockets import dial
 from distbelief.control.unreachable import unanswered
 from distbelief.errors import DistBeliefError
@@ -23,10 +23,14 @@ ADVERTISEMENT = "coordinator.json"
 
 @contextlib.contextmanager
 def advertised(run_dir: Path, address: str, authority: Authority, epoch: int, host: str = "") -> Iterator[None]:
-    """Within this context a process that may read the file in the run directory can reach the coordinator."""
+    """Within this context a process that may read the file in the run directory can reach the coordinator.
+
+    The file opens this start of this run only: a secret from which more follows must not be in it.
+    """
     path = run_dir / ADVERTISEMENT
-    known = {"address": address, "secret": authority.secret.hex(), "start": authority.start, "host": host}
-    content = {**known, "pid": os.getpid(), "epoch": epoch}
+    known = {"address": address, "start": authority.start, "host": host, "pid": os.getpid(), "epoch": epoch}
+    secrets = {"run_secret": authority.secret.hex(), "coordinator_key": authority.coordinator_key.decode()}
+    content = {**known, **secrets}
     replace_file(path, json.dumps(content).encode(), private=True)
     try:
         yield
@@ -53,14 +57,24 @@ def ask_for_seat(run_dir: Path, pid: int, timeout_s: float = 10.0) -> int:
 
 def _answer_to(run_dir: Path, event: Event, timeout_s: float) -> Command | None:
     address, authority = whereabouts(run_dir)
-    return answer_of(address, authority, event, timeout_s, f"the coordinator of {run_dir}")
+    answer = answer_of(address, authority.owner(), event, timeout_s, f"the coordinator of {run_dir}")
+    if isinstance(answer, JoinAgain):
+        raise of_another_start(address, str(run_dir))
+    return answer
+
+
+def of_another_start(address: str, run: str) -> DistBeliefError:
+    """For a process whose `coordinator.json` is of another start, which the coordinator at that address answers."""
+    return DistBeliefError(
+        f"at {address} another run with the same key listens, or another start of {run}",
+        hint="has the run ended? If it was started again at this moment, repeat the command",
+    )
 
 
 def answer_of(
-    address: str, authority: Authority, event: Event, timeout_s: float, who: str = "the coordinator"
+    address: str, credential: Credential, event: Event, timeout_s: float, who: str = "the coordinator"
 ) -> Command | None:
     """Send one event to the coordinator at that address. Returns its answer; None: it cannot be read."""
-    credential = authority.owner()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         dial(socket, address, credential.coordinator_key)
@@ -76,7 +90,8 @@ def answer_of(
 def whereabouts(run_dir: Path) -> tuple[str, Authority]:
     """The address of a running run's coordinator, and the authority to make credentials."""
     content = _advertisement(run_dir)
-    return content["address"], Authority(bytes.fromhex(content["secret"]), content["start"])
+    secret, coordinator_key = bytes.fromhex(content["run_secret"]), content["coordinator_key"].encode()
+    return content["address"], Authority(secret, coordinator_key, content["start"])
 
 
 def host_of_run(run_dir: Path) -> str:
@@ -87,7 +102,11 @@ def host_of_run(run_dir: Path) -> str:
 def _advertisement(run_dir: Path) -> dict[str, str]:
     try:
         content = json.loads((run_dir / ADVERTISEMENT).read_text())
-        return {name: str(content[name]) for name in ("address", "secret", "start", "host")}
+        if "run_secret" not in content and "address" in content:
+            raise DistBeliefError(
+                f"the run in {run_dir} is led by another version of DistBelief", hint="use that version for it"
+            )
+        return {name: str(content[name]) for name in ("address", "run_secret", "coordinator_key", "start", "host")}
     except FileNotFoundError:
         if (run_dir / "journal.jsonl").exists():
             raise DistBeliefError(f"the run in {run_dir} is not running", hint="it has ended or was stopped") from None

@@ -116,7 +116,7 @@ class Server:
     refusals: Refusals = field(default_factory=Refusals)
     """Includes the connections that `limit` closed."""
     sent_back: set[Sender] = field(default_factory=set)
-    """Processes of other starts that were told to join again."""
+    """Processes of other starts that were told to join again; the first MOST_COMPLAINTS of them."""
     broken: bool = False
     """The journal could not be written."""
     room_wait_s: float = ROOM_WAIT_S
@@ -354,7 +354,7 @@ def _from_socket(server: Server) -> Iterable[tuple[bytes, m.Event]]:
 
 def _send_back(server: Server, identity: bytes, sender: Sender) -> None:
     """Tell a process of another start with the same key that its run is over."""
-    if sender not in server.sent_back:
+    if sender not in server.sent_back and len(server.sent_back) < MOST_COMPLAINTS:
         server.sent_back.add(sender)
         _say(f"{sender.role} {sender.number} is of another start with the same key, and is told to join again")
     _post(server, identity, m.JoinAgain(server.state.epoch))

@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from distbelief.control.commands import RunFacts
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import Authority, KeyAuthority
 from distbelief.control.events import FactsAsked
 from distbelief.control.keyfiles import required_key, run_secret
 from distbelief.control.signatures import Refused
@@ -31,9 +31,9 @@ EXCHANGES = 8
 class Connection:
     """The connection to the leader or to a coordinator. A context manager."""
 
-    def __init__(self, endpoint: str, authority: Authority) -> None:
+    def __init__(self, endpoint: str, access: Authority | KeyAuthority) -> None:
         self.endpoint = endpoint
-        credential = authority.owner()
+        credential = access.applicant()
         self._signer = credential.signer()
         self._key = credential.coordinator_key
         self._context = zmq.Context()
@@ -81,7 +81,7 @@ class Connection:
 class LeaderSocket:
     """The leader's listening socket. A context manager."""
 
-    def __init__(self, listen: str, authority: Authority) -> None:
+    def __init__(self, listen: str, authority: KeyAuthority) -> None:
         self._verifier = authority.verifier()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -121,15 +121,15 @@ class LeaderSocket:
                 yield identity, messages.decode_to_leader(data)
 
 
-def way_in(where: str, key: Path | None) -> tuple[str, Authority]:
+def way_in(where: str, key: Path | None) -> tuple[str, Authority | KeyAuthority]:
     """Endpoint and credentials for the user's text: a run directory, or HOST:PORT and a key file."""
     if Path(where).is_dir():
         endpoint, authority = whereabouts(Path(where))
         return reach(endpoint), authority
-    authority = with_key(required_key(key, where))
-    return reach(where, PATIENCE_S), authority
+    access = with_key(required_key(key, where))
+    return reach(where, PATIENCE_S), access
 
 
-def with_key(key: bytes) -> Authority:
+def with_key(key: bytes) -> KeyAuthority:
     """The authority of the key, as for a run that was started with it."""
-    return Authority(run_secret(key))
+    return KeyAuthority(run_secret(key))

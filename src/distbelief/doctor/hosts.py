@@ -187,8 +187,8 @@ def join(where: str, key: Path | None, examine: Examine, say: Say) -> Report:
     """Examine this host, and its link to the doctor or coordinator at `where`. An unreachable one is a finding too."""
     host: Host | None = None
     try:
-        endpoint, authority = way_in(where, key)
-        with Connection(endpoint, authority) as line:
+        endpoint, access = way_in(where, key)
+        with Connection(endpoint, access) as line:
             answer, samples = line.ask()
             host = examine()
             if isinstance(answer, messages.Gathering):

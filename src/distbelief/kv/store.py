@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import KeyAuthority
 from distbelief.errors import DistBeliefError
 from distbelief.kv.checks import (
     describe,
@@ -79,7 +79,7 @@ def connect(
     if workers < 1 or not 0 <= rank < workers:
         raise DistBeliefError(f"there is no rank {rank} among {workers} workers", hint="ranks go from 0 to workers - 1")
     known = read_connection_file(Path(address))
-    authority = Authority(bytes.fromhex(known.secret))
+    authority = KeyAuthority(bytes.fromhex(known.secret)).run
     link = SupervisorLink(known.address, authority.owner())
     welcome = link.begin(timeout_s)
     client = ServerClient(authority.worker(welcome.client), MESSAGES)

@@ -21,7 +21,7 @@ import zmq
 
 import distbelief.kv.supervisormessages as m
 from distbelief.control.connectionlimit import ConnectionLimit
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import KeyAuthority
 from distbelief.control.messages import (
     SECRET_BYTES,
     STATUS_NOT_STARTED,
@@ -78,7 +78,7 @@ class Supervisor:
         self._options = options
         self._say = say
         self._stack = contextlib.ExitStack()
-        self._authority = Authority(secrets.token_bytes(SECRET_BYTES))
+        self._authority = KeyAuthority(secrets.token_bytes(SECRET_BYTES))
         self._verifier = self._authority.verifier()
         self._refusals = Refusals()
         self._segments = SegmentServer()
@@ -201,7 +201,7 @@ class Supervisor:
             "worker": number,
             "host": host,
             "address": self.address,
-            "credential": msgspec.to_builtins(self._authority.server(number)),
+            "credential": msgspec.to_builtins(self._authority.run.server(number)),
             "slices": supervision.slices_for(self._options.servers),
             "room": self._room,
             "shares": self._options.shares,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from distbelief.errors import DistBeliefError
 
 if TYPE_CHECKING:
-    from distbelief.launch.launch import Invitation, Launch, Observer
+    from distbelief.control.credentials import KeyAuthority
+    from distbelief.launch.launch import Launch, Observer
     from distbelief.launch.lead import Announce
 
 
@@ -21,8 +22,8 @@ class Engine(Protocol):
         """Complete the launch with the engine's values: the number of workers on this host, the address to listen
         at."""
 
-    def announce(self, invitation: Invitation) -> None:
-        """Called when the coordinator listens: agents with this invitation can take part."""
+    def announce(self, address: str, authority: KeyAuthority) -> None:
+        """Called when the coordinator listens at this address: agents can take part."""
 
 
 LOCAL = "local"

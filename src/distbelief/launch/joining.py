@@ -22,12 +22,13 @@ import msgspec
 import zmq
 
 from distbelief.control.addresses import host_name, split
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import Credential
 from distbelief.control.messages import (
     Answer,
     EndRun,
     HostDeclined,
     HostOffered,
+    JoinAgain,
     LeaveRequested,
     Welcome,
     decode_command,
@@ -35,7 +36,7 @@ from distbelief.control.messages import (
 )
 from distbelief.control.sockets import dial, is_loopback
 from distbelief.control.unreachable import attempt, unanswered
-from distbelief.coordinator.client import answer_of, ask_for_seat, host_of_run, whereabouts
+from distbelief.coordinator.client import answer_of, ask_for_seat, host_of_run, of_another_start, whereabouts
 from distbelief.errors import DistBeliefError, RunInterrupted
 from distbelief.launch import parcel
 from distbelief.launch.agent import Agent, Room, signal_name
@@ -77,20 +78,20 @@ class _Terms:
 
 @dataclass
 class _Leader:
-    """The coordinator's address; a coordinator that was started again may have another one."""
+    """The invitation; after the run was started again there may be another one."""
 
-    address: str
-    find_again: Callable[[], str] | None
+    invitation: Invitation
+    find_again: Callable[[], Invitation] | None
 
     def has_moved(self) -> bool:
-        """Whether its name leads to another address by now, at which a process listens."""
+        """Whether there is another invitation by now, and a process listens at its address."""
         if self.find_again is None:
             return False
         with contextlib.suppress(DistBeliefError):  # the name is unknown for a moment
             found = self.find_again()
-            host, port = split(found)
-            if found != self.address and attempt(host, int(port)).what == "open":
-                self.address = found
+            host, port = split(found.address)
+            if found != self.invitation and attempt(host, int(port)).what == "open":
+                self.invitation = found
                 return True
         return False
 
@@ -105,35 +106,38 @@ def serve_host(
     device: str = "",
     patience_s: float = PATIENCE_S,
     say: Say = print,
-    find_again: Callable[[], str] | None = None,
+    find_again: Callable[[], Invitation] | None = None,
 ) -> int:
     """Host at most `workers` workers of the run until it ends, or until a signal. Returns the exit status.
 
     `servers`: how many parameter servers; None: the run decides. `grows`: the run gets these workers in addition to the
-    workers that it waits for. `device`: of these workers, if not the run's. `find_again`: looks up the coordinator's
-    address anew. If the run is started again with the same key, this host joins it again.
+    workers that it waits for. `device`: of these workers, if not the run's. `find_again`: looks the invitation up anew,
+    because a coordinator that was started again may have another address. If the run is started again with the same
+    key, this host joins it again.
 
     Raises a DistBeliefError if this host cannot take part; the run shows the reason too.
     """
-    terms, leader = _Terms(workers, host, servers, grows, device), _Leader(invitation.address, find_again)
+    terms, leader = _Terms(workers, host, servers, grows, device), _Leader(invitation, find_again)
     with Signals() as signals:
         while True:
-            now = Invitation(leader.address, invitation.secret)
-            status = _serve_one(now, terms, leader, signals, patience_s, say)
+            status = _serve_one(terms, leader, signals, patience_s, say)
             if status is not None:
                 return status
             say("the run's leading process is gone or was started again: this host joins the next one")
+            leader.has_moved()
 
 
-def _serve_one(
-    invitation: Invitation, terms: _Terms, leader: _Leader, signals: Signals, patience_s: float, say: Say
-) -> int | None:
+def _serve_one(terms: _Terms, leader: _Leader, signals: Signals, patience_s: float, say: Say) -> int | None:
     """Serve until the run ends. Returns the exit status; None: the run was started again."""
     workers, servers = terms.workers, terms.servers
     with temporary_folder("host") as folder:
         offer = HostOffered(terms.host or host_name(), secrets.token_hex(16), workers, terms.grows)
-        name, content = _offered(invitation, offer, signals, patience_s, say)
-        with _declining(invitation.address, Authority(invitation.secret), name, offer.nonce):
+        admitted = _offered(leader, offer, signals, patience_s, say)
+        if admitted is None:
+            return None
+        name, content = admitted
+        invitation = leader.invitation
+        with _declining(invitation.address, invitation.access.applicant(), name, offer.nonce):
             sent = parcel.read(content)
             launch = parcel.open_here(sent, content, folder, name)
             launch = launch.with_options(device=terms.device or launch.options.device)
@@ -143,7 +147,7 @@ def _serve_one(
             agent = Agent(
                 launch,
                 name,
-                Authority(invitation.secret, sent.start),
+                invitation.access.of_start(sent.start),
                 Room(workers, servers),
                 show=lambda source, line: say(f"[{source}] {line}"),
                 broken=lambda: say(f"{name}: the process that starts workers has died; this host leaves the run"),
@@ -155,26 +159,29 @@ def _serve_one(
 
 
 @contextlib.contextmanager
-def _declining(address: str, authority: Authority, host: str, nonce: str = "") -> Iterator[None]:
+def _declining(address: str, credential: Credential, host: str, nonce: str = "") -> Iterator[None]:
     """If the block raises a DistBeliefError, tell the coordinator why this host cannot take part."""
     try:
         yield
     except DistBeliefError as error:
         reason = f"{error.message} ({error.hint})" if error.hint else error.message
         with contextlib.suppress(DistBeliefError):  # the error of this host is the one to report
-            answer_of(address, authority, HostDeclined(host, reason, nonce), DECLINE_S)
+            answer_of(address, credential, HostDeclined(host, reason, nonce), DECLINE_S)
         raise
 
 
 def _offered(
-    invitation: Invitation, offer: HostOffered, signals: Signals, patience_s: float, say: Say
-) -> tuple[str, bytes]:
-    """Offer this host until the coordinator welcomes it. Returns the host's name in the run, and the parcel."""
+    leader: _Leader, offer: HostOffered, signals: Signals, patience_s: float, say: Say
+) -> tuple[str, bytes] | None:
+    """Offer this host until the coordinator welcomes it. Returns the host's name in the run, and the parcel; None:
+    there is another invitation."""
+    invitation = leader.invitation
     deadline = time.monotonic() + patience_s
+    look_again_at = time.monotonic() + LOOK_AGAIN_S
     waited = False
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        credential = Authority(invitation.secret).owner()
+        credential = invitation.access.applicant()
         signer = credential.signer()
         dial(socket, invitation.address, credential.coordinator_key)
         while time.monotonic() < deadline:
@@ -186,6 +193,10 @@ def _offered(
                 if not waited:
                     say(f"waiting: {unanswered(invitation.address, credential.coordinator_key).message}")
                 waited = True
+                if time.monotonic() >= look_again_at:
+                    look_again_at = time.monotonic() + LOOK_AGAIN_S
+                    if leader.has_moved():
+                        return None
                 continue
             head, *rest = socket.recv_multipart()
             with contextlib.suppress(msgspec.MsgspecError):
@@ -196,13 +207,17 @@ def _offered(
                         raise DistBeliefError(f"the run at {invitation.address} does not admit this host: {text}")
                     case EndRun(reason=reason):
                         raise DistBeliefError(f"the run at {invitation.address} is over: {reason}")
+                    case JoinAgain():  # this host has the run's secret of another start
+                        if leader.has_moved():
+                            return None
+                        raise of_another_start(invitation.address, "the run")
             time.sleep(OFFER_EVERY_S)  # the coordinator is still starting
     raise unanswered(invitation.address, credential.coordinator_key)
 
 
 def _host(agent: Agent, leader: _Leader, signals: Signals, patience_s: float, say: Say) -> int:
     agent.poll.watch(signals.wake_fd, lambda: _drain(signals))
-    agent.begin(leader.address)
+    agent.begin(leader.invitation.address)
     leave_at, look_again_s = float("inf"), LOOK_AGAIN_S
     while not agent.done:
         agent.serve(REFRESH_S)
@@ -270,13 +285,19 @@ def join_run(run_dir: Path, workers: int = 1, host: str = "", device: str = "") 
                 f"the run's coordinator listens on {address}, which cannot be reached from the host {here}",
                 hint="start the run with --listen and an address of its machine",
             )
-        return serve_host(Invitation(address, authority.secret), workers, here, grows=True, device=device)
+        return serve_host(
+            Invitation(address, authority),
+            *(workers, here),
+            grows=True,
+            device=device,
+            find_again=lambda: Invitation(*whereabouts(run_dir)),
+        )
     if workers != 1:
         raise DistBeliefError(
             "on the run's own machine one worker joins at a time",
             hint=f"have the run start more: distbelief scale {run_dir} N",
         )
-    with _declining(address, authority, here):
+    with _declining(address, authority.owner(), here):
         read_launch(run_dir, here)  # raises if this environment lacks the run's strategy
     number = ask_for_seat(run_dir, os.getpid())
     os.environ.update(WORKER_ENVIRONMENT)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from distbelief.atomicfile import replace_file
-from distbelief.control.credentials import Credential
+from distbelief.control.credentials import Authority, Credential, KeyAuthority
 from distbelief.control.sockets import is_loopback
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.launch.rundir import check_idle
@@ -44,7 +44,7 @@ class Placement(msgspec.Struct, frozen=True, rename={"blocks_signals": "shelters
     listen: str = LOOPBACK_ONLY
     """The coordinator's address. Beyond loopback, other hosts can join."""
     key_file: str = ""
-    """The file of the key that the run's secret follows from; empty: the run has a secret of its own."""
+    """The key file; empty: this start of the run has a secret of its own."""
     local_workers: int = -1
     """The number of workers that this process starts; agents of other hosts start the rest. -1: all."""
     local_servers: int = -1
@@ -66,7 +66,8 @@ class Invitation:
 
     address: str
     """The coordinator's address, as in tcp://10.0.0.1:5555."""
-    secret: bytes = field(repr=False)
+    access: Authority | KeyAuthority
+    """Of a host with the key file a KeyAuthority: it can join every run with that key."""
 
 
 def _unchanged(spec: WorkerSpec) -> WorkerSpec:

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from distbelief.control.addresses import host_name
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import KeyAuthority
 from distbelief.control.keyfiles import read_key, run_secret
 from distbelief.control.messages import SECRET_BYTES, StopRequested
 from distbelief.coordinator.rules.saving import STOP_S
 from distbelief.errors import RunFailed
 from distbelief.launch.agent import GRACE_S, HASTE_S, Agent, Room, signal_name
-from distbelief.launch.launch import Invitation, Launch, Observer
+from distbelief.launch.launch import Launch, Observer
 from distbelief.launch.pollloop import Signals, signals_blocked
 from distbelief.launch.processes import CoordinatorProcess, LogPipe
 from distbelief.launch.rules.restarting import HOPELESS_S, ShortLives, Silence
@@ -32,7 +32,7 @@ from distbelief.steadyclock import CLOCK
 
 REFRESH_S = 0.2
 
-Announce = Callable[[Invitation], None]
+Announce = Callable[[str, KeyAuthority], None]
 
 
 def lead(
@@ -40,13 +40,14 @@ def lead(
     observer: Observer,
     announce: Announce | None = None,
     *,
-    authority: Authority | None = None,
+    authority: KeyAuthority | None = None,
     signals: Signals | None = None,
 ) -> dict[str, Any]:
     """Run to the end. Returns the journal's last record; raises when the run did not complete.
 
-    `announce` is called with the invitation as soon as other hosts' agents can join. `authority`: of a run that another
-    process has made. `signals`: where another process asks this one to stop; by default this process's own signals.
+    `announce` is called with the coordinator's address and the authority as soon as other hosts' agents can join.
+    `authority`: of a run that another process has made. `signals`: where another process asks this one to stop; by
+    default this process's own signals.
     """
     with signals or Signals() as signals, _Lead(launch, observer, signals, authority or authority_of(launch)) as run:
         observer.started(launch.run_dir, launch.options.workers)
@@ -54,48 +55,48 @@ def lead(
             observer.log("security", launch.in_the_clear)
         if launch.not_rechecked:
             observer.log("recheck", launch.not_rechecked)
-        invitation = run.start()
+        address = run.start()
         if announce:
-            announce(invitation)
+            announce(address, run.authority)
         elif launch.takes_hosts:
-            where = invitation.address.removeprefix("tcp://")
+            where = address.removeprefix("tcp://")
             key = " --key FILE" if launch.placement.key_file else ""
             observer.log("coordinator", f"listens at {where}: distbelief worker --join {where}{key}")
         run.loop()
     return verdict(launch.run_dir, signals, run.failure)
 
 
-def authority_of(launch: Launch) -> Authority:
-    """From the key file, or from a new secret of this run, with which every user who can read the run directory can
-    join."""
+def authority_of(launch: Launch) -> KeyAuthority:
+    """For one start of the run: from the key file, or from a new secret."""
     secret = (
         run_secret(read_key(Path(launch.placement.key_file)))
         if launch.placement.key_file
         else secrets.token_bytes(SECRET_BYTES)
     )
-    return Authority(secret, start=secrets.token_hex(8))
+    return KeyAuthority(secret, start=secrets.token_hex(8))
 
 
 class _Lead:
-    def __init__(self, launch: Launch, observer: Observer, signals: Signals, authority: Authority) -> None:
+    def __init__(self, launch: Launch, observer: Observer, signals: Signals, authority: KeyAuthority) -> None:
+        self.authority = authority
         self._launch = launch
         self._observer = observer
         self._signals = signals
         self._stack = contextlib.ExitStack()
-        self._authority = authority
         self._host = launch.placement.host or host_name()
         self._silence = Silence(time.monotonic())
 
     def __enter__(self) -> _Lead:
         return self
 
-    def start(self) -> Invitation:
-        """Start coordinator and zygote side by side: importing torch is the longest part of a launch."""
+    def start(self) -> str:
+        """Start coordinator and zygote side by side: importing torch is the longest part of a launch. Returns the
+        coordinator's address."""
         launch, place = self._launch, self._launch.placement
         room = Room(place.room, 0 if place.local_workers == 0 else place.local_servers)
-        self._agent = Agent(launch, self._host, self._authority, room, self._observer.log, self._cannot_host)
+        self._agent = Agent(launch, self._host, self.authority.run, room, self._observer.log, self._cannot_host)
         self._stack.callback(self._agent.close)
-        self._coordinator = RestartingCoordinator(launch, self._authority, self._host, self._agent.log)
+        self._coordinator = RestartingCoordinator(launch, self.authority, self._host, self._agent.log)
         self._stack.callback(self._coordinator.close)
         address = self._coordinator.address()
         self._agent.poll.watch(self._signals.wake_fd, self._stop)
@@ -103,7 +104,7 @@ class _Lead:
         if not launch.resumed:  # a resumed run has its members in the journal
             self._start_first()
         self._agent.attach()
-        return Invitation(address, self._authority.secret)
+        return address
 
     def _start_first(self) -> None:
         options, place = self._launch.options, self._launch.placement
@@ -188,7 +189,7 @@ class _Lead:
 class RestartingCoordinator:
     """The coordinator's process. When it dies, another one continues the run from the journal, at the same address."""
 
-    def __init__(self, launch: Launch, authority: Authority, host: str, log: Callable[[str], LogPipe]) -> None:
+    def __init__(self, launch: Launch, authority: KeyAuthority, host: str, log: Callable[[str], LogPipe]) -> None:
         self._run_dir = launch.run_dir
         self._blocks_signals = launch.placement.blocks_signals
         self._log = log

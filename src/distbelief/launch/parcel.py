@@ -1,5 +1,5 @@
 """The parcel that the coordinator sends to another host's agent with its welcome: the launch, the job with its code,
-and the address of torch's rendezvous store.
+the run's start, and the address of torch's rendezvous store.
 
 The parcel lies in the run directory while the run lives, readable by its owner alone. A host that sees this file sees
 the run directory. The coordinator sends the file's bytes to other hosts. An agent opens the parcel of an authenticated

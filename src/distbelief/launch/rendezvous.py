@@ -1,7 +1,8 @@
 """The rendezvous of a launch on several hosts: processes find the leading one by an address, a store, a folder or MPI.
 
 The leading process publishes one notice: the invitation to its run, or that there is no run. The secret of a run is in
-no variable and on no command line, where other users could read it.
+no variable and on no command line, where other users could read it. A notice opens one start of one run only, as does
+the file `coordinator.json` in the run directory; with a key file a notice opens nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import msgspec
 
 from distbelief.atomicfile import replace_file
 from distbelief.control.addresses import cards, host_name, resolve, route_to, tcp
+from distbelief.control.credentials import Authority, KeyAuthority
 from distbelief.control.keyfiles import read_key, run_secret
 from distbelief.errors import DistBeliefError
 from distbelief.launch.launch import Invitation
@@ -38,38 +40,32 @@ class Notice(msgspec.Struct, frozen=True):
     """The first process's message: the invitation to its run, or that no run will take place."""
 
     address: str = ""
-    secret: str = ""
+    run: Authority | None = None
+    """None, as it is published, if all processes have the key file."""
     over: int = -1
     """0 or above: no run takes place, and the process ends with this exit status."""
 
-    def __repr__(self) -> str:
-        return f"Notice({self.address!r}, over={self.over})"  # without the secret: logs are read by other people
 
-    @property
-    def invitation(self) -> Invitation | None:
-        return Invitation(self.address, bytes.fromhex(self.secret)) if self.over < 0 else None
+def _published(notice: Notice, key: Path | None) -> Notice:
+    return msgspec.structs.replace(notice, run=None) if key else notice
 
 
-def notice_of(invitation: Invitation) -> Notice:
-    return Notice(invitation.address, invitation.secret.hex())
-
-
-def _without_secret(notice: Notice, key: Path | None) -> Notice:
-    """The notice as it is published: with a key, every process derives the secret from its own copy of the key file."""
-    return msgspec.structs.replace(notice, secret="") if key else notice
-
-
-def _with_secret(notice: Notice, key: Path | None) -> Notice:
-    """The notice as it was before `_without_secret`."""
+def _invitation(notice: Notice, key: Path | None) -> Invitation | int:
+    """See `Rendezvous.wait`."""
     if notice.over >= 0:
-        return notice
-    if bool(notice.secret) == (key is not None):
+        return notice.over
+    if (notice.run is None) == (key is None):
         had, lacks = ("the first process", "this one") if key is None else ("this process", "the first one")
         raise DistBeliefError(
             f"{had} of the launch was given a key file (--key), and {lacks} was not",
             hint="give --key FILE to all processes of a launch, or to none",
         )
-    return msgspec.structs.replace(notice, secret=run_secret(read_key(key)).hex()) if key else notice
+    return Invitation(notice.address, notice.run or _access(key))
+
+
+def _access(key: Path | None) -> KeyAuthority:
+    assert key is not None
+    return KeyAuthority(run_secret(read_key(key)))
 
 
 class Rendezvous(Protocol):
@@ -79,18 +75,19 @@ class Rendezvous(Protocol):
         """First process: the ZeroMQ address at which its coordinator is to listen."""
 
     def key_file(self) -> Path | None:
-        """The key file that both sides have. None: the invitation carries the run's secret."""
+        """The key file that both sides have. None: the notice carries the run's secret."""
 
-    def known(self) -> Invitation | None:
-        """The invitation, if all processes know it without a notice."""
+    def known(self) -> tuple[str, KeyAuthority] | None:
+        """The coordinator's address and the authority, if all processes know them without a notice."""
 
     def tell(self, notice: Notice) -> None:
         """First process: publish the notice."""
 
-    def wait(self) -> Notice:
-        """Any other process: the notice of the first process."""
+    def wait(self) -> Invitation | int:
+        """Any other process: the first process's invitation, or the exit status because no run takes place."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """First process: withdraw the notice."""
 
 
 # --- the address of this machine that other hosts can reach -----------------------------------------------------------
@@ -168,14 +165,14 @@ class KnownAddress:
     def key_file(self) -> Path:
         return self._key
 
-    def known(self) -> Invitation:
-        return Invitation(self.listen(), run_secret(read_key(self._key)))
+    def known(self) -> tuple[str, KeyAuthority]:
+        return self.listen(), _access(self._key)
 
     def tell(self, notice: Notice) -> None:
         """The other processes know the address already."""
 
-    def wait(self) -> Notice:
-        return _with_secret(Notice(tcp(self._host, self._port)), self._key)
+    def wait(self) -> Invitation:
+        return Invitation(tcp(self._host, self._port), _access(self._key))
 
     def close(self) -> None:
         pass
@@ -209,7 +206,7 @@ class LauncherStore:
         if notice.over >= 0:
             time.sleep(LINGER_S)
 
-    def wait(self) -> Notice:
+    def wait(self) -> Invitation | int:
         try:
             text = self._open().get(self._name).decode(errors="replace")
         except RuntimeError as error:
@@ -219,8 +216,8 @@ class LauncherStore:
             ) from error
         if text.startswith("over "):
             status = text.removeprefix("over ")
-            return Notice(over=int(status) if status.isdecimal() else 1)
-        return _with_secret(Notice(text), self._key)
+            return int(status) if status.isdecimal() else 1
+        return Invitation(text, _access(self._key))
 
     def _open(self) -> TCPStore:
         from torch._C._distributed_c10d import (
@@ -274,7 +271,7 @@ class SharedFolder:
 
     def tell(self, notice: Notice) -> None:
         folder = self._path.parent
-        note = _Note(self._job, _without_secret(notice, self._key))
+        note = _Note(self._job, _published(notice, self._key))
         try:
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(self._path, msgspec.json.encode(note), private=True)
@@ -285,7 +282,7 @@ class SharedFolder:
             ) from error
         self._called_off = notice.over >= 0
 
-    def wait(self, patience_s: float = PATIENCE_S) -> Notice:
+    def wait(self, patience_s: float = PATIENCE_S) -> Invitation | int:
         until = time.monotonic() + patience_s
         while (notice := self._found()) is None:
             if time.monotonic() > until:
@@ -296,7 +293,7 @@ class SharedFolder:
             time.sleep(_LOOK_S)
             with contextlib.suppress(OSError):
                 os.listdir(self._path.parent)  # list it, because a network disk may cache that the file does not exist
-        return _with_secret(notice, self._key)
+        return _invitation(notice, self._key)
 
     def _found(self) -> Notice | None:
         try:
@@ -377,10 +374,10 @@ class MpiBroadcast:
         return None
 
     def tell(self, notice: Notice) -> None:
-        self._broadcast(msgspec.json.encode(_without_secret(notice, self._key)))
+        self._broadcast(msgspec.json.encode(_published(notice, self._key)))
 
-    def wait(self) -> Notice:
-        return _with_secret(msgspec.json.decode(self._broadcast(b""), type=Notice), self._key)
+    def wait(self) -> Invitation | int:
+        return _invitation(msgspec.json.decode(self._broadcast(b""), type=Notice), self._key)
 
     def _broadcast(self, content: bytes) -> bytes:
         buffer = bytearray(content.ljust(_MPI_BYTES))

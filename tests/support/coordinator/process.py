@@ -15,14 +15,14 @@ from typing import Any
 import zmq
 
 from distbelief.control import messages as m
-from distbelief.control.credentials import Authority, Credential
+from distbelief.control.credentials import Credential, KeyAuthority
 from distbelief.control.signatures import Signer
 from distbelief.control.sockets import dial
 from distbelief.coordinator import journal
 from distbelief.coordinator.rules.authorization import FROM_SERVERS, FROM_WORKERS
 
 SECRET = bytes(range(m.SECRET_BYTES))
-AUTHORITY = Authority(SECRET)
+AUTHORITY = KeyAuthority(SECRET).run
 WAIT_MS = 60_000  # only reached when something is broken
 JOB = m.JobFacts(name="digits", shards=4, steps=2, global_batch=8, samples=80, parameters=5, strategy="allreduce")
 CANARY = m.Canary(fingerprint="c3d4", facts={"threads": "1"})
@@ -78,7 +78,7 @@ class Process:
         socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
-        dial(socket, self.answer["address"], AUTHORITY.keys()[0])
+        dial(socket, self.answer["address"], AUTHORITY.coordinator_key)
         self.sockets.append(socket)
         return socket
 

@@ -19,7 +19,7 @@ from distbelief.control.connectionlimit import (
     Connections,
     default_limit,
 )
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import KeyAuthority
 from distbelief.control.signatures import CONNECTIONS_CLOSED, Refusals
 from distbelief.control.sockets import dial, protect
 
@@ -29,7 +29,7 @@ MOST = 5
 class House:
     """A socket with a connection limit; a connection that sends `member` counts as authenticated."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], authority: Authority) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], authority: KeyAuthority) -> None:
         self.refusals = Refusals()
         self.socket = context.socket(zmq.ROUTER)
         protect(self.socket, authority.keys())
@@ -55,12 +55,12 @@ class House:
 
 
 @pytest.fixture
-def authority() -> Authority:
-    return Authority(b"s" * 32)
+def authority() -> KeyAuthority:
+    return KeyAuthority(b"s" * 32)
 
 
 @pytest.fixture
-def house(authority: Authority) -> Iterator[House]:
+def house(authority: KeyAuthority) -> Iterator[House]:
     with zmq.Context() as context:
         house = House(context, authority)
         yield house
@@ -69,10 +69,10 @@ def house(authority: Authority) -> Iterator[House]:
 
 
 @contextlib.contextmanager
-def member(house: House, authority: Authority) -> Iterator[zmq.Socket[bytes]]:
+def member(house: House, authority: KeyAuthority) -> Iterator[zmq.Socket[bytes]]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        dial(socket, f"tcp://127.0.0.1:{house.port}", authority.owner().coordinator_key)
+        dial(socket, f"tcp://127.0.0.1:{house.port}", authority.applicant().coordinator_key)
         yield socket
 
 
@@ -94,7 +94,9 @@ def connections_at(port: int) -> int:
     return sum(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "01" for line in lines)
 
 
-def test_the_oldest_unauthenticated_connections_are_closed_and_members_stay(house: House, authority: Authority) -> None:
+def test_the_oldest_unauthenticated_connections_are_closed_and_members_stay(
+    house: House, authority: KeyAuthority
+) -> None:
     with member(house, authority) as friend, contextlib.ExitStack() as stack:
         friend.send(b"member")
         house.serve(lambda: house.said == [b"member"])
@@ -114,7 +116,9 @@ def test_the_oldest_unauthenticated_connections_are_closed_and_members_stay(hous
         assert house.refusals.news(0.0) == f"refused {40 - MOST} unauthenticated connections"
 
 
-def test_a_member_gets_in_while_other_connections_stay_silent_and_more_come(house: House, authority: Authority) -> None:
+def test_a_member_gets_in_while_other_connections_stay_silent_and_more_come(
+    house: House, authority: KeyAuthority
+) -> None:
     with contextlib.ExitStack() as stack:
 
         def crowd(count: int) -> None:
@@ -157,7 +161,9 @@ def test_a_descriptor_that_has_become_something_else_is_left_alone(house: House)
     assert house.refusals.counts.total() == 0
 
 
-def test_a_connection_whose_message_is_read_before_its_opening_is_a_member(house: House, authority: Authority) -> None:
+def test_a_connection_whose_message_is_read_before_its_opening_is_a_member(
+    house: House, authority: KeyAuthority
+) -> None:
     with member(house, authority) as friend:
         friend.send(b"member")
         assert house.socket.poll(30_000)

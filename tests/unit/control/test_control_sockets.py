@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import KeyAuthority
 from distbelief.control.sockets import dial, dial_server, is_loopback, protect, protect_server
 
-KEYS, OTHERS = Authority(bytes(range(32))).keys(), Authority(bytes(32)).keys()
+KEYS, OTHERS = KeyAuthority(bytes(range(32))).keys(), KeyAuthority(bytes(32)).keys()
 WAIT_MS = 60_000  # only reached when something is broken
 
 

@@ -11,13 +11,13 @@ import pytest
 import zmq
 
 from distbelief.control import unreachable as reaching
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import KeyAuthority
 from distbelief.control.sockets import protect
 from distbelief.control.unreachable import find, reach, unanswered
 from distbelief.errors import DistBeliefError
 from tests.support.ports import free_port
 
-KEYS, OTHERS = Authority(bytes(range(32))).keys(), Authority(bytes(32)).keys()
+KEYS, OTHERS = KeyAuthority(bytes(range(32))).keys(), KeyAuthority(bytes(32)).keys()
 DOOR, OTHER = KEYS[0], OTHERS[0]
 
 

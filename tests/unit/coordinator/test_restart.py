@@ -13,9 +13,9 @@ from distbelief.control import messages as m
 from distbelief.coordinator import client
 from distbelief.errors import DistBeliefError
 from tests.support.coordinator.process import (
+    AUTHORITY,
     CANARY,
     JOB,
-    SECRET,
     attach,
     beat,
     coordinator,
@@ -84,7 +84,8 @@ def test_whoever_may_read_the_run_directory_can_ask_for_another_number_of_worker
         assert told_of.stat().st_mode & 0o777 == 0o600
         assert json.loads(told_of.read_text()) == {
             "address": process.answer["address"],
-            "secret": SECRET.hex(),
+            "run_secret": AUTHORITY.secret.hex(),
+            "coordinator_key": AUTHORITY.coordinator_key.decode(),
             "start": "",
             "pid": process.process.pid,
             "epoch": 1,

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from distbelief.control import messages as m
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import KeyAuthority
 from tests.support.coordinator.process import (
     AUTHORITY,
     SECRET,
@@ -31,7 +31,7 @@ from tests.support.coordinator.process import (
     told,
 )
 
-STRANGER = Authority(b"x" * m.SECRET_BYTES).owner()
+STRANGER = KeyAuthority(b"x" * m.SECRET_BYTES).run.owner()
 
 
 @pytest.mark.parametrize("disturbed", [False, True])

@@ -9,22 +9,26 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from distbelief.control.credentials import KeyAuthority
 from distbelief.control.keyfiles import new_key, read_key, run_secret
 from distbelief.errors import DistBeliefError
 from distbelief.launch import rendezvous
 from distbelief.launch.launch import Invitation
-from distbelief.launch.rendezvous import KnownAddress, LauncherStore, Notice, SharedFolder, notice_of
+from distbelief.launch.rendezvous import KnownAddress, LauncherStore, Notice, SharedFolder
 
-INVITATION = Invitation("tcp://10.0.0.1:5555", bytes(range(32)))
+ADDRESS = "tcp://10.0.0.1:5555"
+RUN = KeyAuthority(bytes(range(32)), "start").run
+NOTICE = Notice(ADDRESS, RUN)
 
 
 def test_in_a_folder_the_invitation_is_found_and_nothing_is_left(tmp_path: Path) -> None:
     first, other = SharedFolder(tmp_path / "run", "job 1"), SharedFolder(tmp_path / "run", "job 1")
-    threading.Timer(0.3, first.tell, [notice_of(INVITATION)]).start()
-    assert other.wait(30).invitation == INVITATION
+    threading.Timer(0.3, first.tell, [NOTICE]).start()
+    assert other.wait(30) == Invitation(ADDRESS, RUN)
     file = tmp_path / "run" / rendezvous.FILE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     first.close()
@@ -34,26 +38,28 @@ def test_in_a_folder_the_invitation_is_found_and_nothing_is_left(tmp_path: Path)
 def test_with_a_key_the_secret_is_not_in_the_folder(tmp_path: Path) -> None:
     key = tmp_path / "key"
     new_key(key)
-    invitation = Invitation("tcp://10.0.0.1:5555", run_secret(read_key(key)))
+    access = KeyAuthority(run_secret(read_key(key)))
+    run = access.of_start("start")
     first, other = (SharedFolder(tmp_path / "run", "job", key=key) for _ in range(2))
     assert first.key_file() == key
-    first.tell(notice_of(invitation))
-    assert invitation.secret.hex() not in (tmp_path / "run" / rendezvous.FILE).read_text()
-    assert other.wait(5).invitation == invitation
+    first.tell(Notice(ADDRESS, run))
+    told = (tmp_path / "run" / rendezvous.FILE).read_bytes()
+    assert msgspec.json.decode(told)["notice"] == {"address": ADDRESS, "run": None, "over": -1}
+    assert other.wait(5) == Invitation(ADDRESS, access)
 
 
 @pytest.mark.parametrize("first_has_it", [True, False])
 def test_a_key_that_only_some_processes_were_given(tmp_path: Path, first_has_it: bool) -> None:
     key = tmp_path / "key"
     new_key(key)
-    SharedFolder(tmp_path, "job", key=key if first_has_it else None).tell(notice_of(INVITATION))
+    SharedFolder(tmp_path, "job", key=key if first_has_it else None).tell(NOTICE)
     with pytest.raises(DistBeliefError, match="was given a key file") as caught:
         SharedFolder(tmp_path, "job", key=None if first_has_it else key).wait(5)
     assert "--key FILE to all processes" in caught.value.hint
 
 
 def test_what_a_dead_launch_has_left_in_a_folder_means_nothing(tmp_path: Path) -> None:
-    SharedFolder(tmp_path, "job 1").tell(notice_of(INVITATION))
+    SharedFolder(tmp_path, "job 1").tell(NOTICE)
     with pytest.raises(DistBeliefError, match="has published no address"):
         SharedFolder(tmp_path, "job 2").wait(0.5)
     (tmp_path / rendezvous.FILE).write_text("{")
@@ -66,8 +72,7 @@ def test_that_there_is_no_run_is_heard_too(tmp_path: Path, monkeypatch: pytest.M
     first = SharedFolder(tmp_path / "run", "job")
     first.tell(Notice(over=2))
     word = SharedFolder(tmp_path / "run", "job").wait(5)
-    assert word.over == 2
-    assert word.invitation is None
+    assert word == 2
     first.close()
     assert not (tmp_path / "run").exists(), "it never began"
 
@@ -86,7 +91,7 @@ def key(tmp_path: Path) -> Path:
 
 def test_at_an_address_the_key_is_the_invitation(key: Path) -> None:
     meeting = KnownAddress("node7:2222", key)
-    assert meeting.wait().invitation == Invitation("tcp://node7:2222", run_secret(read_key(key)))
+    assert meeting.wait() == Invitation("tcp://node7:2222", KeyAuthority(run_secret(read_key(key))))
     assert KnownAddress("127.0.0.1:2222", key).listen() == "tcp://127.0.0.1:2222"
     assert KnownAddress("[::1]:2222", key).listen() == "tcp://[::1]:2222"
 
@@ -102,12 +107,11 @@ def test_on_the_launchers_board_only_the_address_stands(key: Path, monkeypatch: 
     where = f"127.0.0.1:{store.port}"
     first, other = LauncherStore(where, "job", key), LauncherStore(where, "job", key)
     assert first.listen() == "tcp://127.0.0.1:*"
-    first.tell(notice_of(INVITATION))
-    secret = run_secret(read_key(key))
-    assert store.get("distbelief job") == INVITATION.address.encode()
-    assert other.wait().invitation == Invitation(INVITATION.address, secret)
+    first.tell(NOTICE)
+    assert store.get("distbelief job") == ADDRESS.encode()
+    assert other.wait() == Invitation(ADDRESS, KeyAuthority(run_secret(read_key(key))))
     LauncherStore(where, "next", key).tell(Notice(over=3))
-    assert LauncherStore(where, "next", key).wait().over == 3
+    assert LauncherStore(where, "next", key).wait() == 3
     with pytest.raises(DistBeliefError, match="has published no address"):
         LauncherStore(where, "another", key, patience_s=0.2).wait()
 

@@ -9,12 +9,13 @@ import pytest
 import zmq
 from torch.distributed import DistStoreError
 
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import Authority, KeyAuthority
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.gloo.rendezvous import RendezvousStore
 from distbelief.transport.gloo.rendezvousserver import Answer, KeyTable, Set, Wait, serve
 
-AUTHORITY = Authority(bytes(range(32)), "start")
+KEY = KeyAuthority(bytes(range(32)))
+AUTHORITY = KEY.of_start("start")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_nobody_comes(address: str) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("stranger", [Authority(bytes(32), "start"), Authority(AUTHORITY.secret, "another start")])
+@pytest.mark.parametrize("stranger", [KeyAuthority(bytes(32)).of_start("start"), KEY.of_start("another start")])
 def test_strangers_cannot_even_connect(
     address: str, two: tuple[RendezvousStore, RendezvousStore], stranger: Authority
 ) -> None:

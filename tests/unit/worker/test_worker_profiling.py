@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distbelief import transport
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import KeyAuthority
 from distbelief.control.messages import TracePart
 from distbelief.coordinator.runfiles import keep_trace
 from distbelief.errors import DistBeliefError, JobError
@@ -89,7 +89,7 @@ def test_a_window_that_the_run_never_reaches() -> None:
 
 
 def spec(run_dir: Path, first: int, end: int, is_sent: bool = False) -> WorkerSpec:
-    credential = Authority(b"s" * 32).worker(3)
+    credential = KeyAuthority(b"s" * 32).run.worker(3)
     options = RunOptions(4, "allreduce", profile=f"{first}:{end}" if end else "auto")
     return WorkerSpec(3, "a", "tcp://127.0.0.1:1", credential, str(run_dir), options, is_away=is_sent)
 

@@ -1,4 +1,5 @@
-"""Authorization: which sender may send which event. Members report for themselves; owners and agents send the rest.
+"""Authorization: which sender may send which event. Members report for themselves; owners and agents send the rest, of
+which key holders may send what offers a host.
 
 A file of its own so that a security review finds the whole rule; docs/security.md refers to it.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from distbelief.control import messages as m
-from distbelief.control.signatures import AGENT, OWNER, SERVER, WORKER, Sender
+from distbelief.control.signatures import AGENT, KEY_HOLDER, OWNER, SERVER, WORKER, Sender
 
 FROM_WORKERS = (
     m.WorkerJoined,
@@ -33,8 +34,9 @@ FROM_WORKERS = (
 """The events that a worker reports itself; an agent reports its exit."""
 _INTRODUCTIONS = (m.WorkerJoined, m.WorkerReady, m.Heartbeat)
 FROM_AGENTS = (m.EngineAttached, m.WorkerExited, m.ServerExited)
-"""The events that only agents of this start of the run may report: an owner has the run's secret, but may be of an
-earlier start."""
+"""The events that only agents may report."""
+FROM_KEY_HOLDERS = (m.HostOffered, m.HostDeclined, m.FactsAsked)
+"""The events of a process that has the key and was not sent the run's start yet."""
 FROM_SERVERS = (m.ServerReady, m.ServerBeat, m.SliceCopied, m.ServerFailed)
 
 
@@ -53,7 +55,7 @@ def may_send(sender: Sender, event: m.Event) -> bool:
         return sender == (WORKER, event.worker)
     if isinstance(event, FROM_SERVERS):
         return sender == (SERVER, event.server)
-    return sender.role in (OWNER, AGENT)
+    return sender.role in (OWNER, AGENT) or (sender.role == KEY_HOLDER and isinstance(event, FROM_KEY_HOLDERS))
 
 
 def is_introduced(workers: Container[int], event: m.Event) -> bool:

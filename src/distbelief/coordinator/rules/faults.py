@@ -105,14 +105,17 @@ def exited(state: State, event: m.WorkerExited, now: float) -> Result:
 
 
 def peer_died(state: State, event: m.PeerDied, now: float) -> Result:
-    """A member saw another member's death before the agent could. The dead process no longer touches shared memory."""
+    """A member saw another member's death before the agent could. The dead process no longer touches shared memory. It
+    is killed all the same, until the agent reports its exit: the member may be wrong, and the worker may live."""
     worker = state.workers.get(event.dead)
     if event.generation != state.generation or not state.is_member(event.dead) or worker is None or worker.gone:
         return state, []
     if worker.finished is not None or worker.leaving:
         return state, []  # its process ends soon in any case, and the agent reports how
     worker = replace(worker, exited=m.STATUS_UNKNOWN)
-    return _lost(with_worker(state, worker), worker, now)
+    state, outputs = _lost(with_worker(state, worker), worker, now)
+    reason = f"worker {event.worker} reports its death"
+    return state, [Send(ENGINE, m.KillWorker(state.epoch, event.dead, reason)), *outputs]
 
 
 def _after_failed_hire(state: State, text: str, now: float, outputs: list[Output], *, refused: bool = False) -> Result:

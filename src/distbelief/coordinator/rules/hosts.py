@@ -84,8 +84,9 @@ def attached(state: State, event: m.EngineAttached, now: float) -> Result:
             del placed[worker]
     for worker in event.running:
         one = state.workers.get(worker)
-        if one is not None and one.fenced:
-            outputs.append(Send(ENGINE, m.KillWorker(state.epoch, worker, "it is frozen")))
+        if one is not None and (one.fenced or one.exited == m.STATUS_UNKNOWN):
+            reason = "it is frozen" if one.fenced else "a member reports its death"
+            outputs.append(Send(ENGINE, m.KillWorker(state.epoch, worker, reason)))
     active_at = now if state.phase == "gathering" and not state.workers else state.active_at
     state = replace(state, hired=hired, placed=placed, active_at=active_at, hosts=known)
     state, more = _settle(state, now)

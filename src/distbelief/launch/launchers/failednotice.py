@@ -14,13 +14,12 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import KeyAuthority
 from distbelief.control.messages import EndRun, HostOffered, decode_event, encode
 from distbelief.control.signatures import Refused
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.coordinator.server import bind
 from distbelief.errors import DistBeliefError
-from distbelief.launch.launch import Invitation
 from distbelief.launch.launchers.rules.place import Place
 
 _LOOK_S = 0.2
@@ -75,9 +74,9 @@ def still_missing(place: Place, run_dir: Path, since: float) -> Missing:
     return missing
 
 
-def turn_away(invitation: Invitation, missing: Missing, reason: str, patience_s: float) -> None:
+def turn_away(address: str, authority: KeyAuthority, missing: Missing, reason: str, patience_s: float) -> None:
     """Answer every host that comes, until none is missing or the time is over. The coordinator has ended."""
-    with contextlib.suppress(DistBeliefError, KeyboardInterrupt), _socket_at(invitation) as (socket, authority):
+    with contextlib.suppress(DistBeliefError, KeyboardInterrupt), _socket_at(address, authority) as socket:
         verifier, until = authority.verifier(), time.monotonic() + patience_s
         answer = encode(EndRun(1, "failed", reason))
         while not missing.is_empty and time.monotonic() < until:
@@ -96,9 +95,8 @@ def turn_away(invitation: Invitation, missing: Missing, reason: str, patience_s:
 
 
 @contextlib.contextmanager
-def _socket_at(invitation: Invitation) -> Iterator[tuple[zmq.Socket[bytes], Authority]]:
-    authority = Authority(invitation.secret)
+def _socket_at(address: str, authority: KeyAuthority) -> Iterator[zmq.Socket[bytes]]:
     with zmq.Context() as context:
-        socket, _ = bind(context, authority.keys(), invitation.address)
+        socket, _ = bind(context, authority.keys(), address)
         with socket:  # closing the socket sends the last answers
-            yield socket, authority
+            yield socket

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from distbelief.control.credentials import KeyAuthority
 from distbelief.errors import DistBeliefError, RunInterrupted
-from distbelief.launch.launch import LOOPBACK_ONLY, Invitation, Launch
+from distbelief.launch.launch import LOOPBACK_ONLY, Launch
 from distbelief.launch.launchers.failednotice import still_missing, turn_away
 from distbelief.launch.launchers.rules.place import LauncherRequest, Place
 from distbelief.launch.launchers.rules.variables import BY_LAUNCHER, Environment, launch_named_by
@@ -30,7 +31,6 @@ from distbelief.launch.rendezvous import (
     Rendezvous,
     SharedFolder,
     mpi4py_is_installed,
-    notice_of,
 )
 from distbelief.steadyclock import CLOCK
 
@@ -91,15 +91,14 @@ def _host(asked: LauncherRequest, place: Place) -> int:
 def _take_part(asked: LauncherRequest, place: Place) -> int:
     rendezvous = _rendezvous(asked, place)
     assert rendezvous is not None  # only the first process can be without other hosts
-    notice = rendezvous.wait()
-    rendezvous.close()
-    if notice.invitation is None:
-        return notice.over
+    found = rendezvous.wait()
+    if isinstance(found, int):
+        return found
     from distbelief.launch.joining import serve_host
 
     servers = None if not place.servers else -1 if place.servers_here else 0
     try:
-        status = serve_host(notice.invitation, place.workers_here, place.host, servers=servers, say=lambda text: None)
+        status = serve_host(found, place.workers_here, place.host, servers=servers, say=lambda text: None)
     except RunInterrupted:
         raise
     except DistBeliefError:  # the first process shows it too, before the launcher ends all
@@ -125,7 +124,8 @@ class Leading:
         self._rendezvous = rendezvous
         self._say = say
         self._since = CLOCK.now()
-        self._invitation: Invitation | None = None
+        self._led: tuple[str, KeyAuthority] | None = None
+        """Where the coordinator listens, and the authority of the run; after it has begun."""
 
     def arrange(self, launch: Launch) -> Launch:
         place, rendezvous = self._place, self._rendezvous
@@ -141,31 +141,31 @@ class Leading:
             key_file=str(rendezvous.key_file() or "") if rendezvous else "",
         )
 
-    def announce(self, invitation: Invitation) -> None:
+    def announce(self, address: str, authority: KeyAuthority) -> None:
         if self._rendezvous:
-            self._rendezvous.tell(notice_of(invitation))
-            self._invitation = invitation
+            self._rendezvous.tell(Notice(address, authority.run))
+            self._led = address, authority
 
     def end(self, status: int, error: DistBeliefError | None = None) -> None:
         """Tell the processes that have not come yet that the run is over."""
         if self._rendezvous is None:
             return
         with contextlib.suppress(DistBeliefError):  # the first error is the one to report
-            invitation = self._invitation or self._rendezvous.known()
-            if status and invitation:
-                self._turn_away(invitation, error)
-            elif self._invitation is None:
+            known = self._led or self._rendezvous.known()
+            if status and known:
+                self._turn_away(*known, error)
+            elif self._led is None:
                 self._rendezvous.tell(Notice(over=status))
         self._rendezvous.close()
 
-    def _turn_away(self, invitation: Invitation, error: DistBeliefError | None) -> None:
+    def _turn_away(self, address: str, authority: KeyAuthority, error: DistBeliefError | None) -> None:
         missing = still_missing(self._place, self.run_dir, self._since)
         if missing.is_empty:
             return
         reason = error.message if error else "the leading process has failed"
         patience_s = INTERRUPTED_S if isinstance(error, RunInterrupted) else NOTICE_S
         self._say(f"{reason}; waiting up to {patience_s:.0f} s to tell {missing.in_words}")
-        turn_away(invitation, missing, reason, patience_s)
+        turn_away(address, authority, missing, reason, patience_s)
 
 
 @contextlib.contextmanager

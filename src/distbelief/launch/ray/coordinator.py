@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distbelief.control.addresses import tcp
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import KeyAuthority
 from distbelief.control.messages import HostLost
 from distbelief.control.sockets import host_of
 from distbelief.coordinator.client import ask, whereabouts
@@ -29,7 +29,7 @@ from distbelief.launch.pollloop import Signals
 class CoordinatorActor:
     """Ray runs its calls concurrently, each in a thread."""
 
-    def __init__(self, launch: Launch, authority: Authority, word: str) -> None:
+    def __init__(self, launch: Launch, authority: KeyAuthority, word: str) -> None:
         """`word`: see `shown`."""
         self._launch = launch
         self._authority = authority
@@ -64,8 +64,8 @@ class CoordinatorActor:
         listen = before if host_of(before) == address else launch.placement.listen
         return replace(launch.placed(listen=listen), resumed=False)
 
-    def _announce(self, invitation: Invitation) -> None:
-        self._invitation = invitation
+    def _announce(self, address: str, authority: KeyAuthority) -> None:
+        self._invitation = Invitation(address, authority.run)  # agents need no more than this run's secret
         self._invited.set()
 
     def invitation(self) -> Invitation | None:

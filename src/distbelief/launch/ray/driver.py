@@ -61,7 +61,8 @@ def run(launch: Launch, observer: Observer) -> dict[str, Any]:
 
 class _Driver:
     def __init__(self, launch: Launch, observer: Observer, signals: Signals, need: Need, word: str) -> None:
-        placed = launch.placed(local_workers=0, room=0, host="coordinator", is_open=True)
+        # Never the user's key: the actors' arguments travel through Ray, and it opens other runs.
+        placed = launch.placed(local_workers=0, room=0, host="coordinator", is_open=True, key_file="")
         self._launch = replace(placed, run_dir=launch.run_dir.resolve())
         self._observer = observer
         self._signals = signals

@@ -338,11 +338,26 @@ def test_a_death_that_a_peer_sees_first_is_answered_at_once_and_explained_later(
     outputs = run.feed(m.PeerDied(worker=0, generation=1, dead=1))
     assert starts(outputs).keys() == {0, 2}
     assert records(outputs, "generation")[0]["lost"] == [1]
+    assert kills(outputs) == [1]
     assert run.feed(m.PeerDied(worker=2, generation=1, dead=1)) == []
     explained = run.feed(m.WorkerExited(worker=1, status=-11))
     assert "SIGSEGV" in lines(explained, "notice")[0]["text"]
     assert not starts(explained)
     assert run.feed(m.WorkerExited(worker=1, status=-11)) == []
+
+
+def test_a_living_worker_whose_death_a_peer_reports_is_killed_until_its_exit_is_certain() -> None:
+    run = Run(workers=3).started(0, 1, 2)
+    assert kills(run.feed(m.PeerDied(worker=0, generation=1, dead=1))) == [1]
+    there = m.EngineAttached("here", running={0: 100, 1: 101, 2: 102})
+    assert kills(run.feed(there)) == [1], "the first command was lost"
+    assert not starts(run.beat(1, step=5)), "it does not come back"
+    run.feed(m.WorkerExited(worker=1, status=-9))
+    assert kills(run.feed(m.EngineAttached("here", running={0: 100, 2: 102}, exited={1: -9}))) == []
+
+
+def kills(outputs: list[s.Output]) -> list[int]:
+    return [command.worker for _, command in sends(outputs) if isinstance(command, m.KillWorker)]
 
 
 def test_the_end_of_one_that_has_finished_or_leaves_is_no_death() -> None:

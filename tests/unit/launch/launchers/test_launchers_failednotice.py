@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from distbelief.control.credentials import KeyAuthority
 from distbelief.control.keyfiles import new_key, read_key, run_secret
 from distbelief.coordinator.journal import Journal
 from distbelief.errors import DistBeliefError, RunFailed, RunInterrupted
@@ -22,12 +23,14 @@ from distbelief.launch.launchers.run import LauncherRequest, leading
 from distbelief.launch.rendezvous import SharedFolder
 from tests.support.ports import free_port
 
+AUTHORITY = KeyAuthority(b"s" * 32, "start")
 LONG_S = 60.0  # never waited for, if all is well
 
 
 @pytest.fixture
 def invitation() -> Invitation:
-    return Invitation(f"tcp://127.0.0.1:{free_port()}", b"s" * 32)
+    """Of a launch without a key file."""
+    return Invitation(f"tcp://127.0.0.1:{free_port()}", AUTHORITY.run)
 
 
 def place(peers: tuple[str, ...] = ("n1", "n2", "n3"), launcher: str = "slurm") -> Place:
@@ -44,16 +47,16 @@ def comes(to: Invitation, workers: int = 1) -> str:
 def test_everybody_who_comes_is_told_and_then_it_is_over(invitation: Invitation) -> None:
     with ThreadPoolExecutor(2) as hosts:
         said = [hosts.submit(comes, invitation) for _ in range(2)]
-        turn_away(invitation, Missing(2, 2), "the model has no weights", LONG_S)
+        turn_away(invitation.address, AUTHORITY, Missing(2, 2), "the model has no weights", LONG_S)
         for one in said:
             assert one.result(30) == f"the run at {invitation.address} is over: the model has no weights"
 
 
 def test_whoever_has_another_key_is_not_answered(invitation: Invitation) -> None:
     with ThreadPoolExecutor(1) as hosts:
-        stranger = hosts.submit(serve_host, replace(invitation, secret=b"x" * 32), 1, "", patience_s=2)
+        stranger = hosts.submit(serve_host, replace(invitation, access=KeyAuthority(b"x" * 32)), 1, "", patience_s=2)
         missing = Missing(1, 1)
-        turn_away(invitation, missing, "no", 3)
+        turn_away(invitation.address, AUTHORITY, missing, "no", 3)
         assert not missing.is_empty
         with pytest.raises(DistBeliefError, match=r"answer"):
             stranger.result(30)
@@ -62,7 +65,7 @@ def test_whoever_has_another_key_is_not_answered(invitation: Invitation) -> None
 def test_an_address_that_somebody_else_has_now_is_no_error(invitation: Invitation) -> None:
     port = int(invitation.address.rpartition(":")[2])
     with socket.create_server(("127.0.0.1", port)):
-        turn_away(invitation, Missing(1, 1), "no", LONG_S)
+        turn_away(invitation.address, AUTHORITY, Missing(1, 1), "no", LONG_S)
 
 
 def test_who_is_missing_by_the_journal(tmp_path: Path) -> None:
@@ -84,14 +87,14 @@ def test_who_is_missing_by_the_journal(tmp_path: Path) -> None:
 
 def late(folder: Path, job: str) -> str:
     """A host that finds the word and offers itself."""
-    found = SharedFolder(folder, job).wait(30).invitation
-    assert found is not None
+    found = SharedFolder(folder, job).wait(30)
+    assert not isinstance(found, int)
     return comes(found)
 
 
 def fail(asked: LauncherRequest, place: Place, said: list[str], invitation: Invitation, error: DistBeliefError) -> None:
     with leading(asked, place, said.append) as lead:
-        lead.announce(invitation)
+        lead.announce(invitation.address, AUTHORITY)
         raise error
 
 
@@ -117,9 +120,9 @@ def test_at_a_known_address_also_one_that_never_began(invitation: Invitation, tm
     new_key(tmp_path / "key")
     where = invitation.address.removeprefix("tcp://")
     known = replace(place(("n1", "n2"), "tf_config"), address=where)
-    secret = run_secret(read_key(tmp_path / "key"))
+    access = KeyAuthority(run_secret(read_key(tmp_path / "key")))
     with ThreadPoolExecutor(1) as hosts:
-        told = hosts.submit(comes, Invitation(invitation.address, secret))
+        told = hosts.submit(comes, Invitation(invitation.address, access))
         asked = LauncherRequest("tf_config", "digits", run_dir=tmp_path / "run", key_file=str(tmp_path / "key"))
         with pytest.raises(DistBeliefError, match="no such"), leading(asked, known, lambda text: None):
             raise DistBeliefError("no such job")

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from distbelief import api
+from distbelief.control.credentials import KeyAuthority
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.launch import rendezvous
 from distbelief.launch.launch import LOOPBACK_ONLY, Invitation, Launch, keep_launch
@@ -23,12 +24,13 @@ from distbelief.launch.launchers.rules.place import Place
 from distbelief.launch.launchers.run import LauncherRequest, find_place, leading, run_folder
 from distbelief.launch.launchers.samehost import HelpingProcess
 from distbelief.launch.pollloop import signals_blocked
-from distbelief.launch.rendezvous import SharedFolder
+from distbelief.launch.rendezvous import Notice, SharedFolder
 from distbelief.observe.plain import PlainView
 from distbelief.options import RunOptions
 from distbelief.worker.spec import JobSource
 
 LAUNCH = Launch(Path("/run"), RunOptions(4, "ps:sync:servers=2"))
+AUTHORITY = KeyAuthority(bytes(32), "start")
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,7 @@ def place(index: int = 0, count: int = 4, local: tuple[int, int] = (0, 2), launc
 def test_on_one_host_only_loopback_is_listened_on() -> None:
     with leading(LauncherRequest("mpi", "digits"), place(0, 1, (0, 1), "mpi")) as lead:
         launch = lead.arrange(LAUNCH)
-        lead.announce(Invitation("tcp://127.0.0.1:1", b"secret"))
+        lead.announce("tcp://127.0.0.1:1", AUTHORITY)
     at = launch.placement
     assert (at.listen, at.is_open, at.local_workers, at.room) == (LOOPBACK_ONLY, False, 1, 1)
     assert launch.usable_transport == "auto", "they share memory"
@@ -58,13 +60,24 @@ def test_on_several_hosts_others_are_let_in_and_the_invitation_is_gone_in_the_en
     with leading(asked, first.with_workers(6)) as lead:
         launch = lead.arrange(LAUNCH)
         assert (lead.workers, lead.run_dir) == (6, tmp_path / "run")
-        lead.announce(Invitation("tcp://10.0.0.1:5", b"secret"))
-        word = SharedFolder(tmp_path / "run", first.job).wait(5)
-        assert word.invitation == Invitation("tcp://10.0.0.1:5", b"secret")
+        lead.announce("tcp://10.0.0.1:5", AUTHORITY)
+        found = SharedFolder(tmp_path / "run", first.job).wait(5)
+        assert found == Invitation("tcp://10.0.0.1:5", AUTHORITY.run)
     at = launch.placement
     assert (at.listen, at.is_open, at.local_workers, at.room) == ("tcp://10.0.0.1:*", True, 2, 2)
     assert (at.on, at.host, at.local_servers) == ("slurm", "n1", -1)
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_every_host_reads_the_notice(tmp_path: Path) -> None:
+    """The first of them must not take it away."""
+    first = place(0, 3, (0, 1))
+    asked = LauncherRequest("slurm", "digits", run_dir=tmp_path / "run")
+    SharedFolder(tmp_path / "run", first.job).tell(Notice(over=3))
+    with ThreadPoolExecutor(1) as beside:
+        for index in (1, 2):
+            other = beside.submit(run._take_part, asked, replace(first, index=index))
+            assert other.result(60) == 3
 
 
 def test_what_ends_the_leading_process_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +97,7 @@ def test_what_ends_the_leading_process_ends_all(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(JobError, match="no such"), leading(asked, first):
             raise JobError("no such job")
         assert helper.result(60) == 2
-        assert other.result(60).over == 2
+        assert other.result(60) == 2
     assert not (tmp_path / "run").exists()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import KeyAuthority
 from distbelief.control.messages import ServerMap
 from distbelief.strategies.ps.protocol import client as serverclient
 from distbelief.strategies.ps.protocol.client import ServerClient
@@ -26,7 +26,7 @@ from distbelief.strategies.ps.protocol.messages import (
 )
 from distbelief.transport.abort import Abort, Aborted
 
-BADGE = Authority(bytes(range(32))).worker(3)
+BADGE = KeyAuthority(bytes(range(32))).run.worker(3)
 
 
 class Played:
@@ -39,7 +39,7 @@ class Played:
         port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.address = f"tcp://127.0.0.1:{port}"
         self.client = b""
-        self._verifier = Authority(bytes(range(32))).server(0).verifier()
+        self._verifier = KeyAuthority(bytes(range(32))).run.server(0).verifier()
 
     def heard(self) -> list[Framed]:
         self.client, signature, *frames = self.socket.recv_multipart(copy=False)

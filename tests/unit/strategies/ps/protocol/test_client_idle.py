@@ -10,14 +10,14 @@ import msgspec
 import pytest
 import zmq
 
-from distbelief.control.credentials import Authority
+from distbelief.control.credentials import KeyAuthority
 from distbelief.control.messages import ServerMap
 from distbelief.strategies.ps.protocol.client import ServerClient
 from distbelief.strategies.ps.protocol.frames import RUN_MESSAGES, Framed, pack
 from distbelief.strategies.ps.protocol.messages import Inspect, Inspected, MeasureStep, Question, StepMeasured
 from distbelief.transport.abort import Abort
 
-BADGE = Authority(bytes(range(32))).worker(1)
+BADGE = KeyAuthority(bytes(range(32))).run.worker(1)
 
 
 @pytest.fixture
