@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -112,6 +113,17 @@ class Job:
             raise StepCodeError("`schedule` failed", step, error) from error
         if not is_finite:
             raise StepCodeError(f"`schedule` returned {factor}", step)
+        return factor
+
+    def clip_factor(self, norm: float) -> float:
+        """The factor on all gradients of a step whose global norm is `norm`.
+
+        It is rounded to float32: the last bits of a norm depend on how a strategy cuts the gradients into tiles, and
+        would reach parameters of type float64.
+        """
+        if self.clip_norm is None:
+            return 1.0
+        factor: float = struct.unpack("f", struct.pack("f", min(1.0, self.clip_norm / (norm + 1e-6))))[0]
         return factor
 
     def _problem(self) -> str:

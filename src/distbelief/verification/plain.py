@@ -276,7 +276,7 @@ def clip(job: Job, parameters: list[torch.nn.Parameter]) -> None:
         return
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     squares = [float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients]
-    factor = min(1.0, job.clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
+    factor = job.clip_factor(math.sqrt(math.fsum(squares)))
     for gradient in gradients:
         if factor < 1.0:
             gradient.mul_(factor)

@@ -194,8 +194,9 @@ def plain(segments: SegmentClient, shards: int) -> Trained:
             math.fsum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in scaled if g is not None)
         )
         assert norm > CLIP_NORM
+        factor = float(np.float32(CLIP_NORM / (norm + 1e-6)))
         for parameter, gradient in zip(parameters, scaled, strict=True):
-            parameter.grad = None if gradient is None else gradient * (CLIP_NORM / (norm + 1e-6))
+            parameter.grad = None if gradient is None else gradient * factor
         for group, rate in zip(adam.param_groups, rates, strict=True):
             group["lr"] = rate / (1 + step)
         adam.step()

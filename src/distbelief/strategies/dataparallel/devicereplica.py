@@ -112,14 +112,13 @@ class DeviceReplica(DataParallelReplica):
 
     def _clip_factor(self, scale: float, step: int) -> float:
         """As on the host: the norm is taken per tile in float64. One operation handles all tiles of one size."""
-        assert self._job.clip_norm is not None
         sums = self.exchange.reduced_stretches()
         norms = [
             torch.linalg.vector_norm(sums[stretch][part].view(count, -1), dim=1, dtype=torch.float64)
             for stretch, part, count in self._even_parts
         ]
         squares = [norm**2 for norm in torch.cat(norms).tolist()]
-        return min(1.0, self._job.clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
+        return self._job.clip_factor(math.sqrt(math.fsum(squares)))
 
     @cached_property
     def _even_parts(self) -> list[tuple[int, slice, int]]:

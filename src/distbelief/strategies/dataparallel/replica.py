@@ -433,15 +433,13 @@ class DataParallelReplica(TileCopies):
     def _clip_factor(self, scale: float, step: int) -> float:
         """Scale the gradients; then min(1, limit / norm). The norm is taken per tile in float64, and tiles are the
         same for any number of members."""
-        assert self._job.clip_norm is not None
         squares = self._squares(self._tiles, scale)
         started = time.perf_counter()
         everybody = self.exchange.share_squares(squares)
         self.comm_s += time.perf_counter() - started
         if self._witness:
             self._witness.confirm_squares(step, self._squares(self._witness.parameter_tiles, scale), everybody)
-        norm = math.sqrt(math.fsum(everybody))
-        return min(1.0, self._job.clip_norm / (norm + 1e-6))
+        return self._job.clip_factor(math.sqrt(math.fsum(everybody)))
 
     def _squares(self, tiles: Sequence[int], scale: float) -> dict[int, float]:
         """Scale the gradients of these tiles; their squared norms."""

@@ -245,7 +245,7 @@ class LocalTrainer(ShardComputer):
         if self.job.clip_norm is None:
             return 1.0
         squares = [norm**2 for norm in norms(gradients)]
-        return min(1.0, self.job.clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
+        return self.job.clip_factor(math.sqrt(math.fsum(squares)))
 
     def _make_optimizers(self) -> list[tuple[int, TileOptimizer]]:
         """(first tile, optimizer) for each set of tiles; the optimizers continue from the state in `kept`. An optimizer

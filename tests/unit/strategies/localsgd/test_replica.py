@@ -49,6 +49,20 @@ def test_the_bits_of_a_plain_loop(optimizer: str, how: LocalSGD) -> None:
     assert [one.loss for one in results] == losses
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "how", "seed"),
+    [("momentum", LocalSGD(3, replicas=4, outer="nesterov"), 1), ("AdamW", LocalSGD(1, 6, outer="nesterov"), 2)],
+)
+def test_the_last_bits_of_a_norm_do_not_reach_parameters_of_float64(optimizer: str, how: LocalSGD, seed: int) -> None:
+    """The plain loop takes the norm per parameter, the replica per tile."""
+    job = job_of(optimizer, schedule=lambda step: 1 / (1 + step), seed=seed)
+    trainer = Trainer(job, how)
+    trainer.train()
+    model = make_model(job)
+    list(train_locally(job, model, how))
+    assert_same_bits(trainer.weights(), dict(model.state_dict()))
+
+
 @pytest.mark.parametrize("optimizer", ["momentum", "Lars"])
 @pytest.mark.parametrize(
     "how", [LocalSGD(3, replicas=4, outer="nesterov"), LocalSGD(1, replicas=3, compression="int8=16")]

@@ -149,8 +149,7 @@ class MeshReplica:
         told = judge(step, rows[:, _LOSS], rows[:, _WEIGHT], rows[:, _COUNT], rows.tobytes())
         weight = math.fsum(rows[:, _WEIGHT])
         factor = 1.0 / weight if weight else 0.0
-        if self._job.clip_norm is not None:
-            factor *= min(1.0, self._job.clip_norm / (math.sqrt(float(votes[-2])) * factor + 1e-6))
+        factor *= self._job.clip_factor(math.sqrt(float(votes[-2])) * factor)
         occupied, generation, now = self._schedule.occupied(step), self._seat.generation, CLOCK.now()
         return CommitDecision(
             step, told.loss, told.samples, told.fingerprint, generation, now, factor, occupied, untouched

@@ -240,7 +240,7 @@ class AsynchronousReplica(ParameterServerMember):
             part.mul_(scale)
         if self._job.clip_norm is not None:
             squares = [norm**2 for norm in (*norms(self._gradients(room)), *norms(of_rows))]
-            factor = min(1.0, self._job.clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
+            factor = self._job.clip_factor(math.sqrt(math.fsum(squares)))
             for part in parts if factor < 1.0 else ():
                 part.mul_(factor)
         if self._strategy.noise:

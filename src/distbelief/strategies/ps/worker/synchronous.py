@@ -355,10 +355,7 @@ class SynchronousReplica(ParameterServerMember):
             squares[message.slice] = message.squares
 
         self._ask(self._measure(step), measured, self._everything, idle)
-        if self._job.clip_norm is None:
-            return 1.0
-        norm = math.sqrt(math.fsum(one for some in squares.values() for one in some))
-        return min(1.0, self._job.clip_norm / (norm + 1e-6))
+        return self._job.clip_factor(math.sqrt(math.fsum(one for some in squares.values() for one in some)))
 
     def _measure(self, step: int) -> Callable[[int, int], Question]:
         return partial(measure_step, step, 0, 0)
