@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from distbelief.cli.summary import KEYS
+from distbelief.strategies.flatmodel.onednn import use_onednn
 from tests.support.runs.command import JOBS, REPOSITORY, Outcome
 from tests.support.runs.reference import undisturbed
 
@@ -74,6 +76,17 @@ def test_same_weights_on_any_number_of_workers(
     assert all(one == metrics[0] for one in metrics), metrics
 
 
+def libraries_differ() -> bool:
+    """Whether torch and oneDNN round differently here. On some processors they give the same bits."""
+    layers = [torch.nn.Linear(64, 256, bias=False) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    use_onednn(layers[1])
+    x = torch.randn(256, 64)
+    for layer in layers:
+        layer(x).square().sum().backward()
+    return not torch.equal(*(layer.weight.grad for layer in layers))
+
+
 def test_onednn_is_exact_too(distbelief: Cli) -> None:
     small = ["layers=1", "width=64", "context=64", "steps=4", "megabytes=0.1", "matmul=onednn"]
     job = [EXAMPLES / "gpt.py", *(part for setting in small for part in ("--set", setting))]
@@ -82,7 +95,8 @@ def test_onednn_is_exact_too(distbelief: Cli) -> None:
         for way in (["--workers", 3], ["--shares", "1,3", *OVER_GLOO])
     }
     assert hashes == {undisturbed(*job)}
-    assert hashes != {undisturbed(*job[:-2])}, "torch's own products, as it seems"
+    if libraries_differ():
+        assert hashes != {undisturbed(*job[:-2])}, "torch's own products, as it seems"
 
 
 def test_bf16_is_exact_too(distbelief: Cli) -> None:
