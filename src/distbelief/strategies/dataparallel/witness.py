@@ -31,7 +31,6 @@ from distbelief.transport.exchange import Exchange
 from distbelief.transport.shm.memfd import require_memory
 from distbelief.transport.shm.segment import Segment
 
-
 Sum = Callable[[int], torch.Tensor]
 """Tile -> the step's sum of its gradients, scaled as for the optimizer; or of its buffers."""
 
