@@ -27,9 +27,10 @@ import torch
 from distbelief.errors import ResultsDiffer
 from distbelief.strategies.base import BeginFrom, Division, Fetch, Seat, StepResult, nothing_saved
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
+from distbelief.strategies.dataparallel.witness import contents
 from distbelief.strategies.flatmodel.compute import ShardComputer
 from distbelief.strategies.flatmodel.recheck import IF_AGAIN, changed_in_memory, member_names
-from distbelief.strategies.flatmodel.rules.rechecks import last_good, listed, odd_copies, shortened
+from distbelief.strategies.flatmodel.rules.rechecks import last_good, listed, odd_copies
 from distbelief.strategies.flatmodel.rules.stepwork import WEIGHT
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.transport.exchange import StepPlan
@@ -187,9 +188,7 @@ class CheckedReplica(DataParallelReplica):
         return listed([names[rank] for rank in ranks])
 
     def _parts(self, tiles: Sequence[int]) -> str:
-        layout = self._computer.layout
-        entries = dict.fromkeys(piece.entry for tile in tiles for piece in layout.pieces[tile])
-        return shortened([layout.entries[entry].name for entry in entries])
+        return contents(self._computer.layout, tiles)
 
     def _error(self, step: int, message: str) -> ResultsDiffer:
         return ResultsDiffer(f"{message}. {last_good(step, self._seat.recheck, step - 1)}", IF_AGAIN, step, -1)

@@ -22,6 +22,7 @@ import torch
 from distbelief.errors import ResultsDiffer
 from distbelief.strategies.base import Seat
 from distbelief.strategies.flatmodel.compute import ShardComputer
+from distbelief.strategies.flatmodel.layout import Layout
 from distbelief.strategies.flatmodel.recheck import IF_AGAIN, Recheck, changed_in_memory, checksum, member_names
 from distbelief.strategies.flatmodel.rules.rechecks import last_good, shortened
 from distbelief.strategies.flatmodel.state import ReplicaState
@@ -95,13 +96,18 @@ class Witness:
             raise self._error(step, tile, self._seat.rank, (self._seat.rank - 1) % len(self._seat.ranges))
 
     def _error(self, step: int, tile: int, owner: int, witness: int) -> ResultsDiffer:
-        names = member_names(self._seat)
-        parts = [self._layout.entries[piece.entry].name for piece in self._layout.pieces[tile]]
+        names, where = member_names(self._seat), contents(self._layout, [tile])
         return ResultsDiffer(
-            f"{names[owner]} and {names[witness]} got different values of {shortened(parts)} from step {step}: the sum "
+            f"{names[owner]} and {names[witness]} got different values of {where} from step {step}: the sum "
             f"of the gradients, the optimizer or the memory of one of them is wrong. "
             f"{last_good(step, self._seat.recheck, step - 1)}",
             IF_AGAIN,
             step,
             -1,
         )
+
+
+def contents(layout: Layout, tiles: Sequence[int]) -> str:
+    """The parameters and buffers of these tiles, for people."""
+    entries = dict.fromkeys(piece.entry for tile in tiles for piece in layout.pieces[tile])
+    return shortened([layout.entries[entry].name for entry in entries])
