@@ -6,8 +6,8 @@ The first frame of every message to a coordinator, a server or a rendezvous is i
 
 The hash key is the sender's token, which never travels. `start` is no secret: a process that has the run's secret can
 verify messages of other starts with the same secret, and so tells an old member from an attacker. Stamps of one sender
-only rise, so a receiver recognises a replayed message by its stamp, and drops one that a newer one has overtaken. This module has no sockets. Only the signer reads a
-clock; a verifier is given the time.
+only rise, so a receiver recognises a replayed message by its stamp, and drops one that a newer one has overtaken. This
+module has no sockets. Only the signer reads a clock; a verifier is given the time.
 """
 
 from __future__ import annotations
