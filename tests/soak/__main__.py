@@ -89,7 +89,7 @@ class Soak:
     def _strike(self, kinds: Sequence[str]) -> None:
         """Let them strike, and wait until the run has recovered."""
         cluster, began = self._cluster, time.monotonic()
-        before = cluster.step()
+        before, known = cluster.step(), len(cluster.follower.records)
         watch = Watch(cluster.run_dir, before + 2)
         struck: list[Struck] = []
         for kind in kinds:
@@ -108,9 +108,11 @@ class Soak:
         self._wait_whole(cluster.step())
         whole_s = time.monotonic() - began
         at_s = began - self._started
+        loaded = [int(one["step"]) for one in cluster.follower.records[known:] if one["kind"] == "loaded"]
+        again = sum(max(0, before - step) for step in loaded)
         made = [
-            Strike(kind, one.detail, at_s, before, watch.took_s, whole_s, len(kinds) > 1)
-            for kind, one in zip(kinds, struck, strict=True)
+            Strike(kind, one.detail, at_s, before, watch.took_s, whole_s, 0 if number else again, len(kinds) > 1)
+            for number, (kind, one) in enumerate(zip(kinds, struck, strict=True))
         ]
         self.strikes += made
         self._log(f"    next step after {watch.took_s:.1f} s, all members after {whole_s:.1f} s")

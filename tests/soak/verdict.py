@@ -17,7 +17,14 @@ from tests.soak.rules.judging import Strike, Trend, differing, goodput, recoveri
 
 Record = dict[str, Any]
 
-SUSPECT = ("Traceback (most recent call last)", "different results", "refused", "Fatal Python error", "AssertionError")
+SUSPECT = (
+    "Traceback (most recent call last)",
+    "different results",
+    "refused:",
+    "coordinator refused",
+    "Fatal Python error",
+    "AssertionError",
+)
 """What no log may have: every one of the soak's faults is one that the run survives."""
 
 
@@ -36,15 +43,17 @@ def train_twin(folder: Path, run_dir: Path) -> Path:
 
 def compare(twin: Path, run_dir: Path) -> Iterator[str]:
     """What differs between the runs: their steps, evaluations, and the whole state at the last step."""
+    last = max(list_checkpoints(run_dir / "checkpoints"))
     for kind in ("step", "evaluation"):
         ours, theirs = _results(run_dir, kind), _results(twin, kind)
+        if kind == "evaluation":  # the twin has come to its end, where it evaluates; the run was stopped
+            ours, theirs = ([one for one in found if one[0] < last] for found in (ours, theirs))
         again = [step for step, count in Counter(step for step, _ in ours).items() if count > 1]
         if again:
             yield f"recorded more than once: {kind} {again[:5]}"
         others = differing(dict(theirs), dict(ours))
         if others:
             yield f"not the twin's: {len(others)} of {len(theirs)} {kind}s, the first is {others[0]}"
-    last = max(list_checkpoints(run_dir / "checkpoints"))
     (_, ours_held), (_, theirs_held) = (open_checkpoint(folder / "checkpoints", last) for folder in (run_dir, twin))
     if set(ours_held) != set(theirs_held):
         yield f"the state of step {last} has other tensors than the twin's: {set(ours_held) ^ set(theirs_held)}"
@@ -94,12 +103,8 @@ def _steps(run_dir: Path, strikes: Sequence[Strike], calm_step_s: float, wall_s:
     records = journal.read(run_dir / "journal.jsonl")
     kinds = Counter(str(record["kind"]) for record in records)
     metrics = list(metricsfile.records(run_dir / metricsfile.NAME))
-    done = [(float(one["at"]), int(one["step"])) for one in metrics if one["kind"] == "step"]
-    steps = len({step for _, step in done})
-    back = [one for one in metrics if one["kind"] == "rollback"]
-    again = sum(max(int(one["reached"]) - int(one["step"]), 0) for one in back)
-    loaded = [(float(one["at"]), int(one["step"])) for one in records if one["kind"] == "loaded"]
-    again += sum(sum(one < at and number >= step for one, number in done) for at, step in loaded)
+    steps = len({int(one["step"]) for one in metrics if one["kind"] == "step"})
+    again = sum(one.again for one in strikes)
     yield (
         f"{len(strikes)} faults, {steps} steps, {again} executed again; {kinds['generation']} generations, "
         f"{kinds['epoch']} coordinators, {kinds['lost']} workers lost, {kinds['checkpoint']} checkpoints"

@@ -6,8 +6,8 @@ The first frame of every message to a coordinator, a server or a rendezvous is i
 
 The hash key is the sender's token, which never travels. `start` is no secret: a process that has the key's secret can
 verify messages of other starts with the same key, and so tells an old member from an attacker. Stamps of one sender
-only rise, so a receiver recognises a replayed message by its stamp. This module has no sockets. Only the signer reads a
-clock; a verifier is given the time.
+only rise, so a receiver recognises a replayed message by its stamp, and drops one that a newer one has overtaken. This
+module has no sockets. Only the signer reads a clock; a verifier is given the time.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import hashlib
 import hmac
 import struct
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 OWNER, WORKER, SERVER, AGENT, KEY_HOLDER = "owner", "worker", "server", "agent", "key holder"
@@ -32,10 +32,15 @@ REMEMBERED = 100_000
 """The most senders whose last stamp a verifier keeps. Only senders with a valid token take a place. Stamps come from
 the senders' clocks: a process whose clock is hours behind is refused only if more senders than this came meanwhile."""
 
+RECENT = 256
+"""How many of a sender's last stamps are kept, to tell a message that comes late from one that comes again."""
+
 # Why a message is refused.
 UNSIGNED = "unsigned"
 WRONG_SIGNATURE = "wrongly signed"
 REPLAYED = "replayed"
+LATE = "overtaken by a newer message"
+"""Sent once, over a connection that was cut: the sender's next connection was faster. No sign of an attack."""
 TOO_MANY = "above the rate limit of one sender"
 WRONG_SENDER = "in another member's name"
 MALFORMED = "malformed"
@@ -103,6 +108,8 @@ class _Known:
     stamp: int
     allowance: float
     at: float
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """The stamps of the last messages, in the order in which they came."""
 
 
 class Verifier:
@@ -146,8 +153,9 @@ class Verifier:
                     raise Refused(OTHER_START, sender)
             raise Refused(WRONG_SIGNATURE)
         if stamp <= known.stamp:
-            raise Refused(REPLAYED)
+            raise Refused(_why_old(known, stamp))
         known.stamp = stamp
+        known.recent.append(stamp)
         self._remember(sender, known)
         if self._burst:
             known.allowance = min(self._burst, known.allowance + (now - known.at) * self._per_s)
@@ -163,6 +171,13 @@ class Verifier:
         if len(self._known) > REMEMBERED:
             oldest = next(iter(self._known))
             self._floor = max(self._floor, self._known.pop(oldest).stamp)
+
+
+def _why_old(known: _Known, stamp: int) -> str:
+    if not known.recent or stamp in known.recent or stamp < min(known.recent):
+        return REPLAYED
+    known.recent.append(stamp)
+    return LATE
 
 
 def _is_signed(token: bytes, signature: bytes, message: Any) -> bool:
@@ -186,7 +201,8 @@ class Refusals:
         self._next = 0.0
 
     def add(self, reason: str, count: int = 1) -> None:
-        self.counts[reason] += count
+        if reason != LATE:  # dropped without a word
+            self.counts[reason] += count
 
     def news(self, now: float) -> str:
         """A line about all refusals so far, if there are new ones and the last line is EVERY_S old; else ""."""

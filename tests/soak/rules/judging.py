@@ -90,6 +90,8 @@ class Strike:
     """Until new steps were committed."""
     whole_s: float
     """Until all wanted members were there again and committed steps together."""
+    again: int = 0
+    """Committed steps that were executed again, because no living process had the state after them."""
     together: bool = False
     """Another fault struck at the same time: the times are those of both."""
 

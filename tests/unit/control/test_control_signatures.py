@@ -59,7 +59,25 @@ def test_what_comes_again_or_late_is_refused() -> None:
     assert not reason(verifier, first, b"m")
     assert reason(verifier, first, b"m") == signatures.REPLAYED
     assert not reason(verifier, third, b"m")
+    assert reason(verifier, second, b"m") == signatures.LATE, "it was never heard"
     assert reason(verifier, second, b"m") == signatures.REPLAYED
+    assert reason(verifier, third, b"m") == signatures.REPLAYED
+
+
+def test_what_is_older_than_all_that_is_remembered_may_have_been_heard() -> None:
+    verifier, signer = AUTHORITY.verifier(), AUTHORITY.worker(3).signer()
+    before, heard = signer.sign(b"m"), [signer.sign(b"m") for _ in range(signatures.RECENT + 10)]
+    for signature in heard:
+        assert not reason(verifier, signature, b"m")
+    assert {reason(verifier, one, b"m") for one in (before, *heard)} == {signatures.REPLAYED}
+
+
+def test_nobody_is_told_of_late_messages() -> None:
+    """They come over the old connection of a host that was cut off, after messages over its new one."""
+    refusals = Refusals()
+    refusals.add(signatures.LATE)
+    assert refusals.news(1.0) == ""
+    assert not refusals.counts
 
 
 def test_a_clock_that_is_set_back_silences_nobody() -> None:

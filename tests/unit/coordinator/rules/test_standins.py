@@ -106,9 +106,9 @@ def test_a_host_that_comes_before_another_worker_was_started_takes_the_lost_ones
 def restarted_at_once(*, stand_ins: bool) -> Run:
     """b's agent is killed and started again before b counts as lost."""
     run = led()
-    run.feed(m.WorkerExited(2, -9), m.WorkerExited(3, -9))
-    if stand_ins:  # b was silent for a while, and others were started elsewhere
+    if stand_ins:  # b was silent for a while, so others are started elsewhere
         run.feed(m.EngineAttached("here", running={0: 100, 1: 101}), now=5.0)
+    run.feed(m.WorkerExited(2, -9), m.WorkerExited(3, -9), now=5.0 if stand_ins else 1.0)
     run.feed(offer("b", "new", room=2, grows=True), m.EngineAttached("b-2", room=2), now=5.1)
     assert run.state.target == 6
     return run
