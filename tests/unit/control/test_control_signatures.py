@@ -65,7 +65,7 @@ def test_what_comes_again_or_late_is_refused() -> None:
 
 
 def test_what_is_older_than_all_that_is_remembered_may_have_been_heard() -> None:
-    verifier, signer = AUTHORITY.verifier(), AUTHORITY.worker(3).signer()
+    verifier, signer = KEY.verifier(), AUTHORITY.worker(3).signer()
     before, heard = signer.sign(b"m"), [signer.sign(b"m") for _ in range(signatures.RECENT + 10)]
     for signature in heard:
         assert not reason(verifier, signature, b"m")
