@@ -136,8 +136,8 @@ class Soak:
         self._sampled = time.monotonic()
         cluster = self._cluster
         self.samples.append(measure(cluster.by_role(), cluster.temporary))
-        said = ", ".join(f"{name} {value:.0f}" for name, value in sorted(self.samples[-1].items()) if "memory" in name)
-        self._log(f"    held: {said}; segments {self.samples[-1]['segments']:.0f}")
+        shown = [(name, value) for name, value in sorted(self.samples[-1].items()) if not name.startswith("processes")]
+        self._log("    held: " + ", ".join(f"{name} {value:.0f}" for name, value in shown))
 
 
 class Watch(threading.Thread):
