@@ -118,27 +118,33 @@ def read(path: Path) -> list[Entry]:
     return _replay(data, path)[0]
 
 
-def _lock(path: Path) -> int:
-    lock = path.with_name(path.name + ".lock")
+def lock_file(lock: Path) -> int:
+    """Make the file if needed, and lock it for this process alone. Returns the descriptor that holds the lock. Raises
+    BlockingIOError while another process holds it."""
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise DistBeliefError(
-            f"another coordinator is running this run: {lock} is locked",
-            hint="wait for that run to end, or give this one a run directory of its own with --run-dir",
-        ) from error
     except OSError as error:
         os.close(fd)
         if error.errno in NO_LOCKS:
             raise DistBeliefError(
-                f"the file system of {path.parent} has no locks ({error.strerror}), which keep two coordinators apart",
+                f"the file system of {lock.parent} has no locks ({error.strerror}), which keep two coordinators apart",
                 hint="give a --run-dir on a local disk, and --checkpoints with a folder on this one; "
                 "or mount this one with locks (Lustre: -o flock, NFS: with lockd)",
             ) from error
         raise
     return fd
+
+
+def _lock(path: Path) -> int:
+    lock = path.with_name(path.name + ".lock")
+    try:
+        return lock_file(lock)
+    except BlockingIOError as error:
+        raise DistBeliefError(
+            f"another coordinator is running this run: {lock} is locked",
+            hint="wait for that run to end, or give this one a run directory of its own with --run-dir",
+        ) from error
 
 
 def replace_damaged(path: Path) -> Path:

@@ -16,7 +16,7 @@ from distbelief.checkpoint.storage import folder_at, read_file, write_file
 from distbelief.errors import DistBeliefError
 from distbelief.launch.jobcode import collect_code, has_code, unpack_code
 from distbelief.launch.launch import Launch, Placement, from_data, is_launched, keep_launch, read_launch, to_data
-from distbelief.launch.rundir import make_run_dir
+from distbelief.launch.rundir import begun
 from distbelief.version import __version__
 
 FILE = "run.json"
@@ -71,15 +71,15 @@ def adopt(checkpoints: str, run_dir: Path) -> None:
             hint="start the run again with `distbelief train`",
         )
     launch = from_data(run_dir, kept.launch)
-    make_run_dir(run_dir)
-    job = launch.job
-    if kept.code and not has_code(Path(job.file), kept.code):
-        folder = run_dir.resolve() / _CODE
-        unpack_code(kept.code, folder)
-        job = msgspec.structs.replace(job, file=str(folder / next(iter(kept.code))))
-    # The weights that the run began with are not needed: a checkpoint holds all of the state.
-    options = msgspec.structs.replace(launch.options, checkpoints=checkpoints, begin_from="")
-    keep_launch(Launch(run_dir, options, job, Placement()))
+    with begun(run_dir):
+        job = launch.job
+        if kept.code and not has_code(Path(job.file), kept.code):
+            folder = run_dir.resolve() / _CODE
+            unpack_code(kept.code, folder)
+            job = msgspec.structs.replace(job, file=str(folder / next(iter(kept.code))))
+        # The weights that the run began with are not needed: a checkpoint holds all of the state.
+        options = msgspec.structs.replace(launch.options, checkpoints=checkpoints, begin_from="")
+        keep_launch(Launch(run_dir, options, job, Placement()))
 
 
 def _read(checkpoints: str) -> KeptRun:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from distbelief.api import resume_run, run_file
 from distbelief.coordinator.journal import Journal
 from distbelief.errors import DistBeliefError, RunFailed, RunInterrupted
 from distbelief.launch import rundir
 from distbelief.launch.launch import Launch, keep_launch, read_launch
 from distbelief.launch.pollloop import Signals
+from distbelief.observe.view import open_view
 from distbelief.options import RunOptions
+from distbelief.worker.spec import JobSource
 
 
 def launched(folder: Path, **options: object) -> Launch:
@@ -35,6 +41,54 @@ def test_how_a_running_run_was_started_is_not_overwritten(tmp_path: Path, monkey
     with Journal.open(tmp_path / "journal.jsonl"), pytest.raises(DistBeliefError):
         keep_launch(replace(launched(tmp_path, save_every="7"), resumed=True))
     assert (tmp_path / "launch.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("command", ["train", "resume"])
+def test_a_second_command_changes_nothing_while_the_first_one_starts(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator locks its journal only when it has started."""
+    monkeypatch.setattr(rundir, "IDLE_S", 0.2)
+    run = tmp_path / "run"
+    job = tmp_path / "job.py"
+    job.write_text("job = None\n")
+    with rundir.begun(run):
+        keep_launch(replace(launched(run), job=JobSource(str(job), {"lr": "0.01"})))
+        before = (run / "launch.json").read_bytes()
+        with (
+            contextlib.closing(open_view(io.StringIO())) as view,
+            pytest.raises(DistBeliefError, match="is running") as caught,
+        ):
+            if command == "train":
+                run_file(job, {"lr": "0.5"}, RunOptions(2, "allreduce"), run, view)
+            else:
+                resume_run(run, workers=3, strategy=None, view=view)
+        assert (run / "launch.json").read_bytes() == before
+        assert f"distbelief stop {run}" in caught.value.hint
+    with rundir.begun(run):  # the first one was ended before its first decision
+        pass
+
+
+def test_a_resume_waits_until_the_process_that_led_the_run_has_cleaned_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rundir, "IDLE_S", 0.0)
+    with Journal.open(tmp_path / "journal.jsonl") as journal:
+        journal.append({"kind": "ended", "status": "stopped", "reason": "SIGTERM received"})
+    cleaned_up = threading.Event()
+    with contextlib.ExitStack() as first:
+        first.enter_context(rundir.led(tmp_path))
+        second = threading.Thread(target=lambda: _lead_and_set(tmp_path, cleaned_up))
+        second.start()
+        second.join(0.3)
+        assert not cleaned_up.is_set()
+    second.join()
+    assert cleaned_up.is_set()
+
+
+def _lead_and_set(folder: Path, done: threading.Event) -> None:
+    with rundir.led(folder):
+        done.set()
 
 
 def test_places_are_kept_for_a_resume_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
