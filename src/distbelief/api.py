@@ -291,9 +291,7 @@ def _run(launch: Launch, view: View, announce: Announce | None = None) -> Result
     """The caller leads the run (`begun`, `led`)."""
     from dataclasses import replace
 
-    from distbelief.control.messages import PROFILE_FOLDER
-    from distbelief.launch import engines
-    from distbelief.launch.adoption import keep_beside_checkpoints
+    from distbelief.launch.adoption import give_up_folder, keep_beside_checkpoints
     from distbelief.launch.launch import keep_launch
 
     started = time.monotonic()
@@ -302,9 +300,32 @@ def _run(launch: Launch, view: View, announce: Announce | None = None) -> Result
         _check_folder(launch.checkpoint_folder, launch.resumed)
     if options.begin_from and not launch.resumed:
         launch = launch.with_options(begin_from=_pinned(launch, view))
+    launch = replace(launch, run_id=launch.run_id or _run_id(launch.run_dir))
     keep_launch(launch)
     keep_beside_checkpoints(launch)
-    if not options.profile:
+    try:
+        return _to_the_end(launch, view, announce, started)
+    finally:
+        give_up_folder(launch)
+
+
+def _run_id(run_dir: Path) -> str:
+    """A new one; or that of a launch in the same directory that was ended before the run began."""
+    from distbelief.launch.launch import read_launch
+
+    with contextlib.suppress(DistBeliefError):
+        if known := read_launch(run_dir).run_id:
+            return known
+    return secrets.token_hex(8)
+
+
+def _to_the_end(launch: Launch, view: View, announce: Announce | None, started: float) -> Result:
+    from dataclasses import replace
+
+    from distbelief.control.messages import PROFILE_FOLDER
+    from distbelief.launch import engines
+
+    if not launch.options.profile:
         return result_of(engines.run(launch, view, announce), launch.run_dir, started)
     (launch.run_dir / PROFILE_FOLDER).mkdir(exist_ok=True)
     found: dict[str, Any] = {}

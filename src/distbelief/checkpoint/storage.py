@@ -130,6 +130,31 @@ def write_file(folder: Folder, name: str, chunks: Iterable[bytes | memoryview]) 
         raise
 
 
+def create_file(folder: Folder, name: str, content: bytes) -> bool:
+    """Write a file that does not exist yet. Returns False if it exists. Of two processes at the same time, one creates
+    it; object stores, and file systems without hard links, cannot promise that.
+    """
+    if name in entries(folder):
+        return False
+    if not folder.local:
+        write_file(folder, name, [content])
+        return True
+    draft = f".{name}{_DRAFT}{secrets.token_hex(4)}"
+    write_file(folder, draft, [content])
+    with explained(folder, "write", folder.url_of(name)):
+        try:
+            os.link(folder.path_of(draft), folder.path_of(name))
+        except FileExistsError:
+            return False
+        except OSError:
+            os.replace(folder.path_of(draft), folder.path_of(name))
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(folder.path_of(draft))
+        force_to_disk(folder.path or "/")
+    return True
+
+
 def check_writable(where: Where) -> None:
     """Write a test file and remove it, so that a run fails before training and not hours later. Raises
     StorageFailed."""

@@ -58,7 +58,7 @@ from distbelief.worker.loading import Loaded, load, write_job_json
 from distbelief.worker.origin import frozen_of, newest_saved, opened_at, weights_of
 from distbelief.worker.rules.control import Leave, StandDown, TrainGeneration
 from distbelief.worker.saving import Saver
-from distbelief.worker.spec import WorkerSpec
+from distbelief.worker.spec import Origin, WorkerSpec
 from distbelief.worker.training import Assignment, GenerationTraining, LastReports, report_again, train
 
 if TYPE_CHECKING:
@@ -345,13 +345,14 @@ class Beginning:
                 return opened_at(origin.checkpoints, step)
             saved = None
             if step < 0 and origin.checkpoints and self._has_run:
-                saved = self._newest(origin.checkpoints)
+                saved = self._newest(origin)
             return saved or (weights_of(origin.weights, self._divided) if origin.weights else None)
         finally:
             self.reading = False
 
-    def _newest(self, folder: str) -> Saved | None:
-        saved, skipped = newest_saved(folder, self._divided)
+    def _newest(self, origin: Origin) -> Saved | None:
+        folder = origin.checkpoints
+        saved, skipped = newest_saved(folder, self._divided, run_id=origin.run_id)
         self.step = saved.step if saved else 0
         self._tell(CheckpointLoaded(self._spec.worker, self.step, folder, skipped))
         return saved

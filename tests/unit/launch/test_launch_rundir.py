@@ -55,18 +55,20 @@ def test_a_second_command_changes_nothing_while_the_first_one_starts(
     with rundir.begun(run):
         keep_launch(replace(launched(run), job=JobSource(str(job), {"lr": "0.01"})))
         before = (run / "launch.json").read_bytes()
-        with (
-            contextlib.closing(open_view(io.StringIO())) as view,
-            pytest.raises(DistBeliefError, match="is running") as caught,
-        ):
-            if command == "train":
-                run_file(job, {"lr": "0.5"}, RunOptions(2, "allreduce"), run, view)
-            else:
-                resume_run(run, workers=3, strategy=None, view=view)
+        with pytest.raises(DistBeliefError, match="is running") as caught:
+            second_command(command, run, job)
         assert (run / "launch.json").read_bytes() == before
         assert f"distbelief stop {run}" in caught.value.hint
     with rundir.begun(run):  # the first one was ended before its first decision
         pass
+
+
+def second_command(command: str, run: Path, job: Path) -> None:
+    with contextlib.closing(open_view(io.StringIO())) as view:
+        if command == "train":
+            run_file(job, {"lr": "0.5"}, RunOptions(2, "allreduce"), run, view)
+        else:
+            resume_run(run, workers=3, strategy=None, view=view)
 
 
 def test_a_resume_waits_until_the_process_that_led_the_run_has_cleaned_up(
