@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from distbelief.checkpoint.storage import Folder, create_file, entries, folder_at, read_file, remove_file, write_file
-from distbelief.errors import DistBeliefError
+from distbelief.errors import DistBeliefError, JobError
 from distbelief.launch.jobcode import collect_code, has_code, unpack_code
 from distbelief.launch.launch import Launch, Placement, from_data, is_launched, keep_launch, read_launch, to_data
 from distbelief.launch.rundir import begun
@@ -46,9 +46,9 @@ def keep_beside_checkpoints(launch: Launch) -> None:
     kept = KeptRun(__version__, to_data(alone), code)
     content = msgspec.json.format(msgspec.json.encode(kept), indent=1)
     folder = folder_at(launch.checkpoint_folder)
-    if not create_file(folder, FILE, content):
+    if not create_file(folder, FILE, content, private=True):
         _require_own(folder, launch.run_id)
-        write_file(folder, FILE, [content])
+        write_file(folder, FILE, [content], private=True)
     _require_own(folder, launch.run_id)
 
 
@@ -112,7 +112,12 @@ def adopt(checkpoints: str, run_dir: Path) -> None:
             f"there is no complete checkpoint in {checkpoints}: no state to continue from",
             hint="start the run again with `distbelief train`",
         )
-    launch = from_data(run_dir, kept.launch)
+    try:
+        launch = from_data(run_dir, kept.launch)
+    except JobError:  # this version of DistBelief does not have the strategy
+        raise
+    except (msgspec.MsgspecError, DistBeliefError) as error:
+        raise _damaged(folder_at(checkpoints), error) from error
     with begun(run_dir):
         job = launch.job
         if kept.code and not has_code(Path(job.file), kept.code):
@@ -135,6 +140,10 @@ def _read(checkpoints: str) -> KeptRun:
     try:
         return msgspec.json.decode(content, type=KeptRun)
     except msgspec.MsgspecError as error:
-        raise DistBeliefError(
-            f"{folder.url_of(FILE)} is damaged: {error}", hint="was it written by a newer version of DistBelief?"
-        ) from error
+        raise _damaged(folder, error) from error
+
+
+def _damaged(folder: Folder, error: Exception) -> DistBeliefError:
+    return DistBeliefError(
+        f"{folder.url_of(FILE)} is damaged: {error}", hint="was it written by a newer version of DistBelief?"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shlex
 import signal
 import time
@@ -28,15 +29,16 @@ COMMAND_LOG = "command.log"
 STOP_COMMAND = "distbelief stop"
 
 
-_BEFORE_THE_FIRST_RECORD = (
-    *("launch.json", "logs", "profile", "parcel.bin", "begin.safetensors", "rendezvous.json", "join.sock"),
-    *(_LOCK, "journal.jsonl", "journal.jsonl.lock"),
+_BEFORE_THE_FIRST_GENERATION = re.compile(
+    r"launch\.(json|lock)|logs|profile|code|parcel\.bin|begin\.safetensors|rendezvous\.json|join\.sock"
+    r"|journal\.jsonl(\.lock)?|metrics\.jsonl|coordinator\.json|\.seen-by-ray|\..+\.draft"
 )
+_OF_A_RUN_THAT_BEGAN = ("generation", "resumed", "loaded", "checkpoint", "damaged")
 
 
 def make_run_dir(run_dir: Path) -> None:
-    """Make an empty run directory, or say why that cannot be. The directory of a launch that was ended before its first
-    decision, as by a batch system that starts the same command again, counts as empty."""
+    """Make an empty run directory, or say why that cannot be. The directory of a run that never trained counts as
+    empty: its job was refused, or a batch system killed it at its start and starts the same command again."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         # A run that was refused before it began leaves empty folders, and the output of a detached command. The user
@@ -53,6 +55,9 @@ def make_run_dir(run_dir: Path) -> None:
             raise DistBeliefError(f"the run directory '{run_dir}' is not empty", hint=hint)
         (run_dir / "logs").mkdir(exist_ok=True)
     except OSError as error:
+        if isinstance(error, FileExistsError):
+            message = f"the run directory '{run_dir}' is a file"
+            raise DistBeliefError(message, hint="give another --run-dir") from error
         raise DistBeliefError(
             f"cannot write to the run directory '{run_dir}': {error.strerror or error}",
             hint="give a --run-dir on a disk that you can write to",
@@ -60,10 +65,14 @@ def make_run_dir(run_dir: Path) -> None:
 
 
 def _never_began(run_dir: Path, names: Iterable[str]) -> bool:
-    """Whether a launch has written these files, and its coordinator has decided nothing."""
-    if not {"launch.json", _LOCK} & set(names) or not set(names) <= {*_BEFORE_THE_FIRST_RECORD}:
+    """Whether a launch has written these files, and no members have trained: it was refused, or killed at its start."""
+    if not {"launch.json", _LOCK} & set(names) or not all(map(_BEFORE_THE_FIRST_GENERATION.fullmatch, names)):
         return False
-    return not (run_dir / "journal.jsonl").exists() or not read_journal(run_dir / "journal.jsonl")
+    try:
+        records = read_journal(run_dir / "journal.jsonl") if (run_dir / "journal.jsonl").exists() else []
+    except JournalDamaged:
+        return False
+    return all(record.get("kind") not in _OF_A_RUN_THAT_BEGAN for record in records)
 
 
 @contextlib.contextmanager
@@ -72,7 +81,16 @@ def begun(run_dir: Path) -> Iterator[None]:
     make_run_dir(run_dir)
     with led(run_dir):
         make_run_dir(run_dir)  # another command may have begun a run in it meanwhile
+        _forget_failed_start(run_dir)
         yield
+
+
+def _forget_failed_start(run_dir: Path) -> None:
+    if not (run_dir / "journal.jsonl").exists():
+        return
+    check_idle(run_dir)
+    for name in ("journal.jsonl", "metrics.jsonl", "coordinator.json"):
+        (run_dir / name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import pytest
 from distbelief.errors import DistBeliefError
 from distbelief.launch.adoption import FILE, adopt, give_up_folder, keep_beside_checkpoints, names_checkpoints
 from distbelief.launch.launch import Launch, Placement, keep_launch, read_launch
+from distbelief.launch.rundir import begun
 from distbelief.options import RunOptions
 from distbelief.worker.spec import JobSource
 
@@ -77,6 +78,8 @@ def test_checkpoints_in_the_run_directory_need_no_file(tmp_path: Path) -> None:
         ("other run", "is the directory of a run with other checkpoints"),
         ("no file", "which a run keeps beside its checkpoints"),
         ("damaged", "run.json is damaged"),
+        ("wrong option", "run.json is damaged"),
+        ("wrong path", "outside of its folder: ../work.py"),
         ("no checkpoint", "there is no complete checkpoint"),
         ("not empty", "is not empty"),
     ],
@@ -91,6 +94,15 @@ def test_what_cannot_be_adopted_is_refused(fault: str, words: str, kept: Path, t
             (kept / FILE).unlink()
         case "damaged":
             (kept / FILE).write_bytes(b'{"version": 1')
+        case "wrong option":
+            content = json.loads((kept / FILE).read_text())
+            content["launch"]["workers"] = "x"
+            (kept / FILE).write_text(json.dumps(content))
+        case "wrong path":
+            lose(tmp_path / "source")
+            content = json.loads((kept / FILE).read_text())
+            content["code"]["../work.py"] = content["code"]["work.py"]
+            (kept / FILE).write_text(json.dumps(content))
         case "no checkpoint":
             (kept / "step-000000005" / "manifest.json").unlink()
         case "not empty":
@@ -98,7 +110,24 @@ def test_what_cannot_be_adopted_is_refused(fault: str, words: str, kept: Path, t
     with pytest.raises(DistBeliefError) as caught:
         adopt(str(kept), new)
     assert words in caught.value.message
+    if fault == "wrong path":  # nothing of the code was written, so the directory still counts as empty
+        assert not (new / "code").exists()
+        return
     assert caught.value.hint
+
+
+def test_an_adoption_that_was_killed_while_it_wrote_the_code_is_repeated(kept: Path, tmp_path: Path) -> None:
+    lose(tmp_path / "source")
+    with begun(tmp_path / "new"):
+        (tmp_path / "new" / "code").mkdir()
+        (tmp_path / "new" / "code" / "work.py").write_text("import pa")
+    adopt(str(kept), tmp_path / "new")
+    assert (tmp_path / "new" / "code" / "work.py").read_text() == "import parts\njob = parts.job\n"
+
+
+def test_only_the_owner_reads_what_lies_beside_checkpoints_on_a_disk(kept: Path) -> None:
+    """Its settings may be private, as those in launch.json."""
+    assert (kept / FILE).stat().st_mode & 0o777 == 0o600
 
 
 # --- the folder belongs to one run ------------------------------------------------------------------------------------

@@ -114,8 +114,8 @@ def test_a_run_that_was_refused_does_not_take_its_directory(tmp_path: Path) -> N
         rundir.make_run_dir(run)
 
 
-def test_a_launch_that_was_ended_before_its_first_decision_is_taken_over(tmp_path: Path) -> None:
-    """A batch system starts the same command again."""
+def test_a_launch_that_was_ended_before_its_first_generation_is_taken_over(tmp_path: Path) -> None:
+    """A batch system starts the same command again, or a user who has mended the job."""
     rundir.make_run_dir(tmp_path)
     keep_launch(launched(tmp_path))
     for name in ("logs/zygote.log", "journal.jsonl", "journal.jsonl.lock"):
@@ -126,10 +126,41 @@ def test_a_launch_that_was_ended_before_its_first_decision_is_taken_over(tmp_pat
     with pytest.raises(DistBeliefError, match="is not empty"):
         rundir.make_run_dir(tmp_path)
     (tmp_path / "mine.txt").unlink()
-    Journal.open(tmp_path / "journal.jsonl").close()
+    with Journal.open(tmp_path / "journal.jsonl") as journal:
+        journal.append({"kind": "reference", "worker": 0})
+        journal.append({"kind": "ended", "status": "failed", "reason": "the port is in use"})
+    for name in ("metrics.jsonl", "coordinator.json", ".launch.json.123.draft", ".seen-by-ray", "code"):
+        (tmp_path / name).touch()
+    with rundir.begun(tmp_path):
+        assert not (tmp_path / "journal.jsonl").exists(), "the next coordinator would replay the end"
+        assert not (tmp_path / "metrics.jsonl").exists()
+        assert (tmp_path / "launch.json").exists(), "it has the run's id"
+    with Journal.open(tmp_path / "journal.jsonl") as journal:
+        journal.append({"kind": "generation", "generation": 1})
     with pytest.raises(DistBeliefError, match="is not empty") as caught:
         rundir.make_run_dir(tmp_path)
     assert f"distbelief resume {tmp_path}" in caught.value.hint
+
+
+def test_a_failed_start_is_left_alone_while_its_coordinator_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Ray the coordinator is on another machine, and may survive the process that has started it."""
+    monkeypatch.setattr(rundir, "IDLE_S", 0.0)
+    keep_launch(launched(tmp_path))
+    with (
+        Journal.open(tmp_path / "journal.jsonl"),
+        pytest.raises(DistBeliefError, match="is running"),
+        rundir.begun(tmp_path),
+    ):
+        pass
+    assert (tmp_path / "journal.jsonl").exists()
+
+
+def test_a_run_directory_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(DistBeliefError, match="is a file"):
+        rundir.make_run_dir(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
