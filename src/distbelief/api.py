@@ -178,15 +178,11 @@ def run_file(
 def run_to_resume(run: str | Path, run_dir: str | Path | None) -> Path:
     """The run directory of the run to resume. `run`: a run directory, or the checkpoints of a run without one, which
     gets the directory `run_dir`."""
-    from distbelief.launch.adoption import adopt, names_checkpoints
+    from distbelief.launch.adoption import adopt, names_checkpoints, require_run_dir
 
     where = os.fspath(run)
     if not names_checkpoints(where):
-        if run_dir is not None:
-            raise DistBeliefError(
-                f"{where} is a run directory, and the run continues in it",
-                hint="a new run directory is for a run that is resumed from its checkpoints alone",
-            )
+        require_run_dir(Path(run), wants_new=run_dir is not None)
         return Path(run)
     made = run_dir_named(run_dir, where.rstrip("/").rpartition("/")[2] or "run")
     adopt(absolute(where), made)

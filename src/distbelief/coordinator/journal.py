@@ -148,7 +148,7 @@ def _lock(path: Path) -> int:
 
 
 def replace_damaged(path: Path) -> Path:
-    """Rename a damaged journal, and begin another one with its records before the damage. Returns the new name.
+    """Keep a copy of a damaged journal, and replace it by its records before the damage. Returns the copy.
 
     The last record of the new journal says which numbers are taken, so that none is used again.
     """
@@ -167,12 +167,12 @@ def replace_damaged(path: Path) -> Path:
             "next_worker": 1 + _highest(data, b"workers?"),
             "next_server": 1 + _highest(data, b"servers?"),
         }
-        path.rename(kept)
-        replace_file(path, b"".join(_encode(entry) for entry in [*whole, note] if entry))
-        force_to_disk(path)
-        force_to_disk(path.parent)
+        # At any moment there is a journal: a process that is killed here leaves the damaged one.
+        replace_file(kept, data, private=True, durable=True)
+        content = b"".join(_encode(entry) for entry in [*whole, note] if entry)
+        replace_file(path, content, private=True, durable=True)
     except OSError as error:
-        raise _cannot("rename", path, error) from error
+        raise _cannot("replace", path, error) from error
     finally:
         os.close(lock_fd)
     return kept

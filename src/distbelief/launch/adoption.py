@@ -93,6 +93,30 @@ def names_checkpoints(where: str) -> bool:
     return "://" in where or (not is_launched(Path(where)) and (Path(where) / FILE).is_file())
 
 
+def require_run_dir(where: Path, wants_new: bool) -> None:
+    """Raises unless `where` is a run directory, in which the run continues. `wants_new`: the user has named another."""
+    from distbelief.checkpoint.manifest import step_of
+
+    if is_launched(where):
+        if wants_new:
+            raise DistBeliefError(
+                f"{where} is a run directory, and the run continues in it",
+                hint="a new run directory is for a run that is resumed from its checkpoints alone",
+            )
+        return
+    if not where.exists():
+        raise DistBeliefError(f"there is no {where}", hint="give the folder that `train` printed")
+    if where.is_dir() and any(step_of(path.name) is not None for path in where.iterdir()):
+        raise DistBeliefError(
+            f"{where} holds checkpoints, but no {FILE}, from which a run could be resumed",
+            hint="resume its run directory; or begin another run with these weights: "
+            "distbelief train JOB --from CHECKPOINTS",
+        )
+    raise DistBeliefError(
+        f"{where} is no run directory: there is no launch.json in it", hint="give the folder that `train` printed"
+    )
+
+
 def adopt(checkpoints: str, run_dir: Path) -> None:
     """Make `run_dir` the run directory of the run with these checkpoints, ready to be resumed. A directory that has
     adopted the same run already is left as it is, so that the same command can be started again."""

@@ -292,4 +292,8 @@ def read_launch(run_dir: Path, host: str = "") -> Launch:
     except JobError:  # this version of DistBelief does not have the strategy, or it does not suit the workers
         raise
     except (msgspec.MsgspecError, DistBeliefError) as error:
-        raise DistBeliefError(f"{file} is damaged: {error}") from error
+        raise DistBeliefError(
+            f"{file} is damaged: {error}",
+            hint="restore it from a copy. If the run saves its checkpoints elsewhere (--checkpoints): "
+            "`distbelief resume CHECKPOINTS --run-dir NEW`",
+        ) from error
