@@ -97,6 +97,12 @@ def test_a_zygote_that_is_killed_before_it_can_fork_is_an_error_and_no_abort(
     assert "Aborted" not in outcome.stdout + outcome.stderr
 
 
+def test_a_worker_that_can_start_no_thread_is_replaced(start: Start, tmp_path: Path) -> None:
+    outcome = start("train", JOBS / "without_threads.py", "--workers", 2, "--run-dir", "run", "--json").wait()
+    assert outcome.json["weights_sha256"] == undisturbed(JOBS / "small.py")
+    assert "this worker ends: a thread could not be started: no more processes are allowed here (" in outcome.stderr
+
+
 READERS = """
 import os, signal, sys
 import numpy as np
