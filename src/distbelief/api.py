@@ -87,6 +87,7 @@ def train(
     from distbelief.job import Job as JobType
     from distbelief.launch import engines
     from distbelief.launch.launch import Launch, Placement
+    from distbelief.launch.rundir import begun
     from distbelief.worker.spec import JobSource
 
     if not isinstance(job, JobType):
@@ -114,7 +115,7 @@ def train(
     source = JobSource(sys_path=tuple(sys.path), pickled=_pickled(job))
     engines.check(on)
     launch = Launch(run_dir_named(run_dir, job.name or "job"), options, source, Placement(on=on))
-    with _view(quiet) as view:
+    with _view(quiet) as view, begun(launch.run_dir):
         return _run(launch, view)
 
 
@@ -160,6 +161,7 @@ def run_file(
     from dataclasses import replace
 
     from distbelief.launch.launch import Launch, Placement
+    from distbelief.launch.rundir import begun
     from distbelief.worker.spec import JobSource
 
     options = msgspec.structs.replace(options, strategy=str(_parsed(options.strategy)))
@@ -169,21 +171,18 @@ def run_file(
         launch = replace(launch, adjust=adjust)
     if engine:
         launch = engine.arrange(launch)
-    return _run(launch, view, engine.announce if engine else None)
+    with begun(launch.run_dir):
+        return _run(launch, view, engine.announce if engine else None)
 
 
 def run_to_resume(run: str | Path, run_dir: str | Path | None) -> Path:
     """The run directory of the run to resume. `run`: a run directory, or the checkpoints of a run without one, which
     gets the directory `run_dir`."""
-    from distbelief.launch.adoption import adopt, names_checkpoints
+    from distbelief.launch.adoption import adopt, names_checkpoints, require_run_dir
 
     where = os.fspath(run)
     if not names_checkpoints(where):
-        if run_dir is not None:
-            raise DistBeliefError(
-                f"{where} is a run directory, and the run continues in it",
-                hint="a new run directory is for a run that is resumed from its checkpoints alone",
-            )
+        require_run_dir(Path(run), wants_new=run_dir is not None)
         return Path(run)
     made = run_dir_named(run_dir, where.rstrip("/").rpartition("/")[2] or "run")
     adopt(absolute(where), made)
@@ -206,48 +205,50 @@ def resume_run(
     from dataclasses import replace
 
     from distbelief.launch.launch import Placement, read_launch
-    from distbelief.launch.rundir import ended, mend_journal
+    from distbelief.launch.rundir import ended, is_complete, led, mend_journal
     from distbelief.strategies import learn_alike, parse
 
-    launch = read_launch(run_dir)
-    if notice := mend_journal(run_dir, launch.checkpoint_folder if launch.options.saves else ""):
-        view.log("journal", notice)
-    record = ended(run_dir) if (run_dir / "journal.jsonl").exists() else None
-    if record and record["status"] == "completed":
-        return result_of(record, run_dir, time.monotonic())
-    if launch.job.file and job is not None:
-        raise JobError(
-            f"the job of {run_dir} is in {launch.job.file}", hint="leave `job` out: the job is read from that file"
+    read_launch(run_dir)  # before a file is written there: is it a run directory?
+    with contextlib.nullcontext() if is_complete(run_dir) else led(run_dir):
+        launch = read_launch(run_dir)
+        if notice := mend_journal(run_dir, launch.checkpoint_folder if launch.options.saves else ""):
+            view.log("journal", notice)
+        record = ended(run_dir) if (run_dir / "journal.jsonl").exists() else None
+        if record and record["status"] == "completed":
+            return result_of(record, run_dir, time.monotonic())
+        if launch.job.file and job is not None:
+            raise JobError(
+                f"the job of {run_dir} is in {launch.job.file}", hint="leave `job` out: the job is read from that file"
+            )
+        if not launch.job.file and job is None:
+            raise JobError(
+                f"the job of {run_dir} came from a Python program, and is not in the run directory",
+                hint="resume it from that program: distbelief.resume(run_dir, job)",
+            )
+        before = launch.options
+        how = parse(strategy or before.strategy) if isinstance(strategy, str | None) else strategy
+        if not learn_alike(how, launch.strategy):
+            raise JobError(
+                f"a run of {before.strategy} cannot go on as {how}: each strategy has state that the other lacks",
+                hint="begin another run with its weights: distbelief train JOB --from RUN",
+            )
+        count = before.workers if workers is None else workers
+        launch = replace(launch.placed(key_file=key_file or launch.placement.key_file), resumed=True).with_options(
+            workers=count,
+            min_workers=min(before.min_workers, max(count, 1)),
+            shares=before.shares if count == before.workers else (),
+            strategy=str(how),
+            profile="",
         )
-    if not launch.job.file and job is None:
-        raise JobError(
-            f"the job of {run_dir} came from a Python program, and is not in the run directory",
-            hint="resume it from that program: distbelief.resume(run_dir, job)",
-        )
-    before = launch.options
-    how = parse(strategy or before.strategy) if isinstance(strategy, str | None) else strategy
-    if not learn_alike(how, launch.strategy):
-        raise JobError(
-            f"a run of {before.strategy} cannot go on as {how}: each strategy has state that the other lacks",
-            hint="begin another run with its weights: distbelief train JOB --from RUN",
-        )
-    count = before.workers if workers is None else workers
-    launch = replace(launch.placed(key_file=key_file or launch.placement.key_file), resumed=True).with_options(
-        workers=count,
-        min_workers=min(before.min_workers, max(count, 1)),
-        shares=before.shares if count == before.workers else (),
-        strategy=str(how),
-        profile="",
-    )
-    if engine or launch.placement.on != on:  # the launcher of the first start decided the placement
-        launch = replace(launch, placement=Placement(on=on, key_file=key_file))
-    if listen:
-        launch = launch.placed(listen=listen)
-    if engine:
-        launch = engine.arrange(launch)
-    if job is not None:
-        launch = replace(launch, job=msgspec.structs.replace(launch.job, pickled=_pickled(job)))
-    return _run(launch, view, engine.announce if engine else None)
+        if engine or launch.placement.on != on:  # the launcher of the first start decided the placement
+            launch = replace(launch, placement=Placement(on=on, key_file=key_file))
+        if listen:
+            launch = launch.placed(listen=listen)
+        if engine:
+            launch = engine.arrange(launch)
+        if job is not None:
+            launch = replace(launch, job=msgspec.structs.replace(launch.job, pickled=_pickled(job)))
+        return _run(launch, view, engine.announce if engine else None)
 
 
 def count_of_workers(workers: int | None, strategy: str | Strategy) -> int:
@@ -283,25 +284,44 @@ def _pickled(job: Job) -> bytes:
 
 
 def _run(launch: Launch, view: View, announce: Announce | None = None) -> Result:
+    """The caller leads the run (`begun`, `led`)."""
     from dataclasses import replace
 
-    from distbelief.control.messages import PROFILE_FOLDER
-    from distbelief.launch import engines
-    from distbelief.launch.adoption import keep_beside_checkpoints
+    from distbelief.launch.adoption import give_up_folder, keep_beside_checkpoints
     from distbelief.launch.launch import keep_launch
-    from distbelief.launch.rundir import make_run_dir
 
     started = time.monotonic()
     options = launch.options
-    if not launch.resumed:
-        make_run_dir(launch.run_dir)
     if options.saves:
         _check_folder(launch.checkpoint_folder, launch.resumed)
     if options.begin_from and not launch.resumed:
         launch = launch.with_options(begin_from=_pinned(launch, view))
+    launch = replace(launch, run_id=launch.run_id or _run_id(launch.run_dir))
     keep_launch(launch)
     keep_beside_checkpoints(launch)
-    if not options.profile:
+    try:
+        return _to_the_end(launch, view, announce, started)
+    finally:
+        give_up_folder(launch)
+
+
+def _run_id(run_dir: Path) -> str:
+    """A new one; or that of a launch in the same directory that was ended before the run began."""
+    from distbelief.launch.launch import read_launch
+
+    with contextlib.suppress(DistBeliefError):
+        if known := read_launch(run_dir).run_id:
+            return known
+    return secrets.token_hex(8)
+
+
+def _to_the_end(launch: Launch, view: View, announce: Announce | None, started: float) -> Result:
+    from dataclasses import replace
+
+    from distbelief.control.messages import PROFILE_FOLDER
+    from distbelief.launch import engines
+
+    if not launch.options.profile:
         return result_of(engines.run(launch, view, announce), launch.run_dir, started)
     (launch.run_dir / PROFILE_FOLDER).mkdir(exist_ok=True)
     found: dict[str, Any] = {}

@@ -101,7 +101,7 @@ def test_the_coordinator_is_killed_while_the_disk_is_full(start: Start, tmp_path
         run.after(20)
         disk.fill()
         os.kill(run.coordinator(), signal.SIGKILL)
-        run.says("waits 1800 s for room")
+        run.says("waits 300 s for room")
         disk.free()
         expect_whole(run, disk)
 

@@ -49,6 +49,24 @@ def test_a_worker_that_cannot_be_forked_is_started_when_there_is_room(
     assert run.result()["weights_sha256"] == undisturbed(*job)
 
 
+def test_a_coordinator_that_cannot_be_started_again_is_started_when_there_is_room(
+    start: Start, tmp_path: Path, wait_until: Wait, group: Group
+) -> None:
+    job = [JOBS / "small.py", "--set", "hold_step=6"]
+    run = Watched(lambda *arguments: start(*arguments, prefix=group.inside), tmp_path, wait_until, *job, "--workers", 2)
+    run.after(6)
+    group.limit("pids", 1)
+    os.kill(run.coordinator(), signal.SIGKILL)
+    run.wait_until(lambda: group.refused() >= 3)
+    group.limit("pids", MANY)
+    run.release()
+    outcome = run.run.wait()
+    assert outcome.json["weights_sha256"] == undisturbed(*job)
+    refused = "the coordinator could not be started: no more processes are allowed here"
+    assert outcome.stderr.count(refused) == 1, outcome
+    assert f"pids.max of the control group {group.folder}: 1, in use" in outcome.stderr
+
+
 def test_a_run_that_cannot_start_any_process_says_why(start: Start, group: Group) -> None:
     group.limit("pids", 1)
     outcome = start("train", JOBS / "small.py", "--workers", 2, prefix=group.inside).wait()
@@ -77,6 +95,12 @@ def test_a_zygote_that_is_killed_before_it_can_fork_is_an_error_and_no_abort(
     assert outcome.status == 1, outcome
     assert "error: the process that starts workers" in outcome.stderr, outcome
     assert "Aborted" not in outcome.stdout + outcome.stderr
+
+
+def test_a_worker_that_can_start_no_thread_is_replaced(start: Start, tmp_path: Path) -> None:
+    outcome = start("train", JOBS / "without_threads.py", "--workers", 2, "--run-dir", "run", "--json").wait()
+    assert outcome.json["weights_sha256"] == undisturbed(JOBS / "small.py")
+    assert "this worker ends: a thread could not be started: no more processes are allowed here (" in outcome.stderr
 
 
 READERS = """

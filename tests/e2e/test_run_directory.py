@@ -57,6 +57,15 @@ def test_without_a_sound_checkpoint_a_damaged_journal_is_an_error(distbelief: Cl
     assert journal.read_bytes() == damaged
 
 
+def test_a_run_that_was_refused_at_its_start_is_started_again_in_its_directory(distbelief: Cli, tmp_path: Path) -> None:
+    where = ["--workers", 1, "--run-dir", "run", "--checkpoints", "safe"]
+    refused = distbelief("train", *JOB, "--set", "no_such=1", *where)
+    assert "no hyper-parameter `no_such`" in refused.stderr
+    assert (tmp_path / "run" / "journal.jsonl").exists()
+    outcome = distbelief("train", *JOB, *where, "--json")
+    assert outcome.json["weights_sha256"] == undisturbed(*JOB)
+
+
 def test_a_launch_that_was_ended_before_its_first_decision_is_started_again(
     start: Start, distbelief: Cli, tmp_path: Path
 ) -> None:
@@ -69,7 +78,7 @@ def test_a_launch_that_was_ended_before_its_first_decision_is_started_again(
         run.wait()
         assert run.leftovers() == []
         journal = tmp_path / name / "journal.jsonl"
-        if journal.exists():  # it came further than launch.json: as if it had not
+        if journal.exists() and '"kind":"generation"' in journal.read_text():  # as if it had not come so far
             os.truncate(journal, 0)
             for later in ("metrics.jsonl", "coordinator.json"):
                 (tmp_path / name / later).unlink(missing_ok=True)

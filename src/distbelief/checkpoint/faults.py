@@ -34,5 +34,9 @@ class CheckpointDamaged(CheckpointUnusable):
     """A file is missing, torn or changed; the message names it."""
 
 
+class CheckpointForeign(CheckpointUnusable):
+    """Another run has saved this checkpoint."""
+
+
 class CheckpointFormat(CheckpointUnusable):
     """The checkpoint has a format that this version does not read."""

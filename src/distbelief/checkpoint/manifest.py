@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointFormat
+from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointForeign, CheckpointFormat
 from distbelief.checkpoint.rules import boxes
 from distbelief.checkpoint.rules.boxes import Box, Stretch, coverage_fault
 
@@ -46,6 +46,9 @@ DTYPES = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
+
+RUN = "run_id"
+"""In the facts about the job: which run has saved the checkpoint. Checkpoints of earlier versions do not have it."""
 
 _MARK = b',"checksum":"sha256:'
 _PART_NAME = re.compile(r"part-(\d{5,})-of-(\d{5,})\.safetensors", re.ASCII)
@@ -160,6 +163,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             for stretch in t.stretches
             if stretch.part == part
         ]
+
+
+def check_run(manifest: Manifest, folder: object, run_id: str) -> None:
+    """Raises CheckpointForeign if another run has saved this checkpoint. An empty `run_id` matches every run."""
+    saved_by = str(manifest.job.get(RUN, ""))
+    if run_id and saved_by and saved_by != run_id:
+        raise CheckpointForeign(
+            f"the checkpoint of step {manifest.step} in {folder} was saved by another run",
+            hint="give each run a folder of its own (--checkpoints)",
+        )
 
 
 def format_of(tensors: Iterable[TensorRecord]) -> int:

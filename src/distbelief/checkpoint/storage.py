@@ -104,8 +104,9 @@ def _explain(error: Exception, otherwise: str) -> tuple[str, str]:
     return error.strerror or said, _HINTS.get(code, otherwise)
 
 
-def write_file(folder: Folder, name: str, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a file, and create its folder if needed. The file is durable on return.
+def write_file(folder: Folder, name: str, chunks: Iterable[bytes | memoryview], *, private: bool = False) -> None:
+    """Write a file, and create its folder if needed. The file is durable on return. `private`: on a disk only the owner
+    can read it.
 
     After an error the file does not exist; or it is complete, if only the confirmation was lost.
     """
@@ -114,6 +115,9 @@ def write_file(folder: Folder, name: str, chunks: Iterable[bytes | memoryview]) 
     with explained(folder, "write", url):
         file = _create(folder, path)
     try:
+        if private and folder.local:
+            with explained(folder, "write", url):
+                os.chmod(path, 0o600)
         for chunk in chunks:
             with explained(folder, "write", url):
                 file.write(chunk)
@@ -128,6 +132,31 @@ def write_file(folder: Folder, name: str, chunks: Iterable[bytes | memoryview]) 
     except BaseException:
         _abandon(folder, file, path)
         raise
+
+
+def create_file(folder: Folder, name: str, content: bytes, *, private: bool = False) -> bool:
+    """Write a file that does not exist yet. Returns False if it exists. Of two processes at the same time, one creates
+    it; object stores, and file systems without hard links, cannot promise that.
+    """
+    if name in entries(folder):
+        return False
+    if not folder.local:
+        write_file(folder, name, [content], private=private)
+        return True
+    draft = f".{name}{_DRAFT}{secrets.token_hex(4)}"
+    write_file(folder, draft, [content], private=private)
+    with explained(folder, "write", folder.url_of(name)):
+        try:
+            os.link(folder.path_of(draft), folder.path_of(name))
+        except FileExistsError:
+            return False
+        except OSError:
+            os.replace(folder.path_of(draft), folder.path_of(name))
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(folder.path_of(draft))
+        force_to_disk(folder.path or "/")
+    return True
 
 
 def check_writable(where: Where) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distbelief.cli.failures import UsageError
+from distbelief.errors import DistBeliefError
 from distbelief.launch.engines import LOCAL, is_ray
 
 if TYPE_CHECKING:
@@ -45,17 +46,24 @@ def go_on_detached(run_dir: Path, *, resumed: bool, json: bool) -> None:
     """Returns in a new process only, which leads the run: its output goes to a log in the run directory. The calling
     process waits for the start, says how to reach the run, and exits."""
     from distbelief.launch.growing import History
-    from distbelief.launch.rundir import COMMAND_LOG, check_idle, make_run_dir
+    from distbelief.launch.rundir import COMMAND_LOG, begun, check_idle
 
     if resumed:
         check_idle(run_dir)
-        (run_dir / "logs").mkdir(exist_ok=True)
     else:
-        make_run_dir(run_dir)
+        with begun(run_dir):  # the new process leads the run; here is told why it cannot be begun
+            pass
     history = History(run_dir)
     history.read()
     path = run_dir / "logs" / COMMAND_LOG
-    log = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (0 if resumed else os.O_TRUNC), 0o644)
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (0 if resumed else os.O_TRUNC)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        log = os.open(path, flags, 0o644)
+    except OSError as error:
+        raise DistBeliefError(
+            f"cannot write {path}: {error.strerror}", hint="free some space, or make the run directory writable"
+        ) from error
     begin = os.fstat(log).st_size
     sys.stdout.flush()
     sys.stderr.flush()

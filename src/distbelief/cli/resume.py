@@ -59,6 +59,7 @@ def resume(
     from distbelief.api import resume_run, run_to_resume
     from distbelief.control.addresses import endpoint
     from distbelief.launch.adoption import names_checkpoints
+    from distbelief.launch.launch import read_launch
     from distbelief.launch.rundir import is_complete
 
     if detach:
@@ -68,6 +69,7 @@ def resume(
     folder = run_dir if adopts else Path(run)
     with placed(LauncherRequest(on, Path(run).name, workers, folder, key_file=key_path)) as engine:
         there = run_to_resume(run, engine.run_dir if engine and adopts else run_dir)
+        read_launch(there)  # a damaged one is the only thing to tell
         stream = sys.stderr if json else sys.stdout
         if is_complete(there):
             print("the run is complete: nothing is started, this is its result", file=stream)

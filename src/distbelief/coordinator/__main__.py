@@ -38,6 +38,8 @@ from distbelief.errors import DistBeliefError
 from distbelief.lifeline import allow_open_files, die_with_parent
 from distbelief.steadyclock import CLOCK
 
+START_ROOM_WAIT_S = 300.0
+"""How long the start of a coordinator that takes over waits for room: without one, members end after this time."""
 _MAX_ORDER_BYTES = 1 << 20
 
 T = TypeVar("T")
@@ -107,7 +109,7 @@ def _run(order: Order, engine: EngineLink) -> int:
     path = run_dir / "journal.jsonl"
     # Nothing depends yet on the first coordinator of a run, or of a resumption: a full disk is told at once.
     takes_over = not order.resume and path.exists() and path.stat().st_size > 0
-    room_wait_s = order.room_wait_s if takes_over else 0.0
+    room_wait_s = min(order.room_wait_s, START_ROOM_WAIT_S) if takes_over else 0.0
     with (
         _when_there_is_room(lambda: Journal.open(path), room_wait_s, engine) as journal,
         contextlib.closing(MetricsFile(run_dir / "metrics.jsonl")) as metrics,

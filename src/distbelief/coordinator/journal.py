@@ -118,22 +118,17 @@ def read(path: Path) -> list[Entry]:
     return _replay(data, path)[0]
 
 
-def _lock(path: Path) -> int:
-    lock = path.with_name(path.name + ".lock")
+def lock_file(lock: Path) -> int:
+    """Make the file if needed, and lock it for this process alone. Returns the descriptor that holds the lock. Raises
+    BlockingIOError while another process holds it."""
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise DistBeliefError(
-            f"another coordinator is running this run: {lock} is locked",
-            hint="wait for that run to end, or give this one a run directory of its own with --run-dir",
-        ) from error
     except OSError as error:
         os.close(fd)
         if error.errno in NO_LOCKS:
             raise DistBeliefError(
-                f"the file system of {path.parent} has no locks ({error.strerror}), which keep two coordinators apart",
+                f"the file system of {lock.parent} has no locks ({error.strerror}), which keep two coordinators apart",
                 hint="give a --run-dir on a local disk, and --checkpoints with a folder on this one; "
                 "or mount this one with locks (Lustre: -o flock, NFS: with lockd)",
             ) from error
@@ -141,8 +136,19 @@ def _lock(path: Path) -> int:
     return fd
 
 
+def _lock(path: Path) -> int:
+    lock = path.with_name(path.name + ".lock")
+    try:
+        return lock_file(lock)
+    except BlockingIOError as error:
+        raise DistBeliefError(
+            f"another coordinator is running this run: {lock} is locked",
+            hint="wait for that run to end, or give this one a run directory of its own with --run-dir",
+        ) from error
+
+
 def replace_damaged(path: Path) -> Path:
-    """Rename a damaged journal, and begin another one with its records before the damage. Returns the new name.
+    """Keep a copy of a damaged journal, and replace it by its records before the damage. Returns the copy.
 
     The last record of the new journal says which numbers are taken, so that none is used again.
     """
@@ -161,12 +167,12 @@ def replace_damaged(path: Path) -> Path:
             "next_worker": 1 + _highest(data, b"workers?"),
             "next_server": 1 + _highest(data, b"servers?"),
         }
-        path.rename(kept)
-        replace_file(path, b"".join(_encode(entry) for entry in [*whole, note] if entry))
-        force_to_disk(path)
-        force_to_disk(path.parent)
+        # At any moment there is a journal: a process that is killed here leaves the damaged one.
+        replace_file(kept, data, private=True, durable=True)
+        content = b"".join(_encode(entry) for entry in [*whole, note] if entry)
+        replace_file(path, content, private=True, durable=True)
     except OSError as error:
-        raise _cannot("rename", path, error) from error
+        raise _cannot("replace", path, error) from error
     finally:
         os.close(lock_fd)
     return kept

@@ -82,12 +82,16 @@ def has_code(job_file: Path, code: dict[str, bytes]) -> bool:
 
 
 def unpack_code(code: dict[str, bytes], folder: Path) -> None:
-    for name, content in code.items():
-        path = (folder / name).resolve()
-        if not path.is_relative_to(folder.resolve()):
+    paths = {name: (folder / name).resolve() for name in code}
+    for name, path in paths.items():  # before anything is written
+        if not path.is_relative_to(folder.resolve()) or path == folder.resolve():
             raise DistBeliefError(f"the run sends a file outside of its folder: {name}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+    for name, path in paths.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(code[name])
+        except OSError as error:
+            raise DistBeliefError(f"cannot write {path}: {error.strerror or error}", hint="free some space") from error
 
 
 def _digest(content: bytes) -> bytes:

@@ -82,6 +82,8 @@ class Launch:
     options: RunOptions
     job: JobSource = field(default_factory=JobSource)
     placement: Placement = field(default_factory=Placement)
+    run_id: str = ""
+    """A random name of the run, which its checkpoints repeat: no run takes another one's state."""
     resumed: bool = False
     """Continue the run that is in the run directory."""
     is_away: bool = False
@@ -220,6 +222,7 @@ class Launch:
             resumed=self.resumed,
             is_away=self.is_away,
             plugin=plugin(self.options.strategy),
+            run_id=self.run_id,
         )
         return self.adjust(spec)
 
@@ -257,7 +260,8 @@ def to_data(launch: Launch) -> dict[str, Any]:
     for part in parts:
         data |= msgspec.to_builtins(part)
     data = {name: value for name, value in data.items() if name not in _OF_ONE_START}
-    return {**data, "plugin": wanted} if (wanted := plugin(launch.options.strategy)) else data
+    more = {"plugin": plugin(launch.options.strategy), "run_id": launch.run_id}
+    return data | {name: value for name, value in more.items() if value}
 
 
 def from_data(run_dir: Path, data: dict[str, Any], host: str = "") -> Launch:
@@ -265,7 +269,8 @@ def from_data(run_dir: Path, data: dict[str, Any], host: str = "") -> Launch:
     called in the run."""
     options, job = msgspec.convert(data, RunOptions), msgspec.convert(data, JobSource)
     require(options.strategy, data.get("plugin", ""), host)
-    return Launch(run_dir, options, job, msgspec.convert(data, Placement))
+    run_id = msgspec.convert(data.get("run_id", ""), str)
+    return Launch(run_dir, options, job, msgspec.convert(data, Placement), run_id)
 
 
 def is_launched(run_dir: Path) -> bool:
@@ -287,4 +292,8 @@ def read_launch(run_dir: Path, host: str = "") -> Launch:
     except JobError:  # this version of DistBelief does not have the strategy, or it does not suit the workers
         raise
     except (msgspec.MsgspecError, DistBeliefError) as error:
-        raise DistBeliefError(f"{file} is damaged: {error}") from error
+        raise DistBeliefError(
+            f"{file} is damaged: {error}",
+            hint="restore it from a copy. If the run saves its checkpoints elsewhere (--checkpoints): "
+            "`distbelief resume CHECKPOINTS --run-dir NEW`",
+        ) from error

@@ -25,12 +25,13 @@ from distbelief.errors import RunFailed
 from distbelief.launch.agent import GRACE_S, HASTE_S, Agent, Room, signal_name
 from distbelief.launch.launch import Launch, Observer
 from distbelief.launch.pollloop import Signals, signals_blocked
-from distbelief.launch.processes import CoordinatorProcess, LogPipe
+from distbelief.launch.processes import CoordinatorProcess, LogPipe, NotStarted
 from distbelief.launch.rules.restarting import HOPELESS_S, ShortLives, Silence
 from distbelief.launch.rundir import ended, verdict
 from distbelief.steadyclock import CLOCK
 
 REFRESH_S = 0.2
+START_AGAIN_S = 1.0  # after a start of the coordinator that the kernel has refused
 
 Announce = Callable[[str, KeyAuthority], None]
 
@@ -85,6 +86,9 @@ class _Lead:
         self._stack = contextlib.ExitStack()
         self._host = launch.placement.host or host_name()
         self._silence = Silence(time.monotonic())
+        self._next_start = 0.0
+        self._not_started = ""
+        """Why the coordinator cannot be started again."""
 
     def __enter__(self) -> _Lead:
         return self
@@ -135,7 +139,8 @@ class _Lead:
             if self._silence.is_hopeless:
                 self._agent.finish(HASTE_S)
                 raise RunFailed(
-                    f"no coordinator has answered for {HOPELESS_S:.0f} s",
+                    f"no coordinator has answered for {HOPELESS_S:.0f} s"
+                    + (f": {self._not_started}" if self._not_started else ""),
                     hint=f"see {self._launch.run_dir}/logs/coordinator.log: is the disk full? "
                     f"Then `distbelief resume {shlex.quote(str(self._launch.run_dir))}` goes on",
                 )
@@ -157,11 +162,21 @@ class _Lead:
             # The end is in the journal; only the workers of this host do not know it yet, and they are ended.
             self._agent.finish()
             return
+        if time.monotonic() < self._next_start:
+            return
         try:
             self._coordinator.start_again()
+        except NotStarted as error:  # the members train on without it
+            self._next_start = time.monotonic() + START_AGAIN_S
+            if not self._not_started:
+                again = f"it is tried again every {START_AGAIN_S:.0f} s, for {HOPELESS_S:.0f} s; the members train on"
+                self._observer.log("coordinator", f"{error.message}; {again}: {error.hint}")
+            self._not_started = error.message
+            return
         except RunFailed:
             self._agent.finish(HASTE_S)
             raise
+        self._not_started = ""
         self._silence.begin()
         self._agent.attach()  # the report waits in the socket until the coordinator listens
 
@@ -194,6 +209,8 @@ class RestartingCoordinator:
         self._blocks_signals = launch.placement.blocks_signals
         self._log = log
         self._short_lives = ShortLives()
+        self._is_closed = False
+        """Whether the last process is over and none could be started since."""
         self._order = {
             "run_dir": str(launch.run_dir),
             "secret": authority.secret.hex(),
@@ -221,7 +238,7 @@ class RestartingCoordinator:
         self._process.kill()
 
     def serves(self) -> bool:
-        return self._process.serves()
+        return not self._is_closed and self._process.serves()
 
     def has_died(self) -> bool:
         """Whether the coordinator has ended although the run has not."""
@@ -231,14 +248,18 @@ class RestartingCoordinator:
         return self._process.ended()
 
     def start_again(self) -> None:
-        lived_s = time.monotonic() - self._process.started_at
-        if self._short_lives.died(lived_s, self._process.was_killed):
-            raise RunFailed(
-                f"the coordinator died {self._short_lives.count} times within seconds",
-                hint=f"see {self._run_dir}/logs/coordinator.log",
-            )
-        self._process.close()
+        """After its death. Raises NotStarted if the kernel refuses; the caller may try again."""
+        if not self._is_closed:
+            lived_s = time.monotonic() - self._process.started_at
+            if self._short_lives.died(lived_s, self._process.was_killed):
+                raise RunFailed(
+                    f"the coordinator died {self._short_lives.count} times within seconds",
+                    hint=f"see {self._run_dir}/logs/coordinator.log",
+                )
+            self._process.close()
+            self._is_closed = True
         self._start()
+        self._is_closed = False
 
     def close(self) -> None:
         self._process.close()

@@ -58,8 +58,8 @@ def zygote_environment(strategy: str, own: Mapping[str, str]) -> dict[str, str]:
     return hashes | wanted | dict(own) | WORKER_ENVIRONMENT
 
 
-class NotStarted(DistBeliefError):
-    """A process could not be forked; the message says which limit was reached."""
+class NotStarted(RunFailed):
+    """A process could not be started; the message says which limit was reached."""
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def _named(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunFailed(f"{what} could not be started: {why_fork_failed(error)}", hint="raise that limit") from error
+        raise NotStarted(f"{what} could not be started: {why_fork_failed(error)}", hint="raise that limit") from error
 
 
 class LogPipe:
@@ -157,18 +157,21 @@ class CoordinatorProcess:
         """`order`: run_dir, secret, config, and where to listen (see coordinator/__main__.py)."""
         self.started_at = time.monotonic()
         self._has_answered = False
-        with _named("the coordinator"):
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "distbelief.coordinator"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log.write_fd,
-                start_new_session=True,  # the launching process handles the terminal's signals
-            )
-        log.close_write()
+        try:
+            with _named("the coordinator"):
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "distbelief.coordinator"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log.write_fd,
+                    start_new_session=True,  # the launching process handles the terminal's signals
+                )
+        finally:
+            log.close_write()
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, which `ended` says
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
 
     @property
     def pid(self) -> int:
@@ -204,7 +207,8 @@ class CoordinatorProcess:
         """The coordinator ends by itself after the run, or when its stdin is closed; after the timeout it is killed."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):  # the order of a process that died at once
+                    stream.close()
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import re
 import shlex
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distbelief.coordinator.journal import NO_LOCKS, JournalDamaged, replace_damaged
+from distbelief.coordinator.journal import NO_LOCKS, JournalDamaged, lock_file, replace_damaged
 from distbelief.coordinator.journal import read as read_journal
 from distbelief.errors import DistBeliefError, JobError, RunFailed, RunInterrupted
 from distbelief.launch.pollloop import Signals
 
 IDLE_S = 3.0  # a coordinator whose launching process was killed ends within moments
+CLOSING_S = 60.0  # after the end of the run the process that led it ends the others, and reads the profile
+
+_LOCK = "launch.lock"
 
 COMMAND_LOG = "command.log"
 """In the folder `logs`: the output of a command that has no terminal (`train --detach`)."""
@@ -24,15 +29,16 @@ COMMAND_LOG = "command.log"
 STOP_COMMAND = "distbelief stop"
 
 
-_BEFORE_THE_FIRST_RECORD = (
-    *("launch.json", "logs", "profile", "parcel.bin", "begin.safetensors", "rendezvous.json", "join.sock"),
-    *("journal.jsonl", "journal.jsonl.lock"),
+_BEFORE_THE_FIRST_GENERATION = re.compile(
+    r"launch\.(json|lock)|logs|profile|code|parcel\.bin|begin\.safetensors|rendezvous\.json|join\.sock"
+    r"|journal\.jsonl(\.lock)?|metrics\.jsonl|coordinator\.json|\.seen-by-ray|\..+\.draft"
 )
+_OF_A_RUN_THAT_BEGAN = ("generation", "resumed", "loaded", "checkpoint", "damaged")
 
 
 def make_run_dir(run_dir: Path) -> None:
-    """Make an empty run directory, or say why that cannot be. The directory of a launch that was ended before its first
-    decision, as by a batch system that starts the same command again, counts as empty."""
+    """Make an empty run directory, or say why that cannot be. The directory of a run that never trained counts as
+    empty: its job was refused, or a batch system killed it at its start and starts the same command again."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         # A run that was refused before it began leaves empty folders, and the output of a detached command. The user
@@ -49,6 +55,9 @@ def make_run_dir(run_dir: Path) -> None:
             raise DistBeliefError(f"the run directory '{run_dir}' is not empty", hint=hint)
         (run_dir / "logs").mkdir(exist_ok=True)
     except OSError as error:
+        if isinstance(error, FileExistsError):
+            message = f"the run directory '{run_dir}' is a file"
+            raise DistBeliefError(message, hint="give another --run-dir") from error
         raise DistBeliefError(
             f"cannot write to the run directory '{run_dir}': {error.strerror or error}",
             hint="give a --run-dir on a disk that you can write to",
@@ -56,10 +65,73 @@ def make_run_dir(run_dir: Path) -> None:
 
 
 def _never_began(run_dir: Path, names: Iterable[str]) -> bool:
-    """Whether a launch has written these files, and its coordinator has decided nothing."""
-    if "launch.json" not in names or not set(names) <= {*_BEFORE_THE_FIRST_RECORD}:
+    """Whether a launch has written these files, and no members have trained: it was refused, or killed at its start."""
+    if not {"launch.json", _LOCK} & set(names) or not all(map(_BEFORE_THE_FIRST_GENERATION.fullmatch, names)):
         return False
-    return not (run_dir / "journal.jsonl").exists() or not read_journal(run_dir / "journal.jsonl")
+    try:
+        records = read_journal(run_dir / "journal.jsonl") if (run_dir / "journal.jsonl").exists() else []
+    except JournalDamaged:
+        return False
+    return all(record.get("kind") not in _OF_A_RUN_THAT_BEGAN for record in records)
+
+
+@contextlib.contextmanager
+def begun(run_dir: Path) -> Iterator[None]:
+    """Make a run directory, and lead the run in it."""
+    make_run_dir(run_dir)
+    with led(run_dir):
+        make_run_dir(run_dir)  # another command may have begun a run in it meanwhile
+        _forget_failed_start(run_dir)
+        yield
+
+
+def _forget_failed_start(run_dir: Path) -> None:
+    if not (run_dir / "journal.jsonl").exists():
+        return
+    check_idle(run_dir)
+    for name in ("journal.jsonl", "metrics.jsonl", "coordinator.json"):
+        (run_dir / name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def led(run_dir: Path) -> Iterator[None]:
+    """While this process leads the run, from before it writes launch.json: another command can then neither change that
+    file nor start a second coordinator. Raises while another process leads the run."""
+    since = time.monotonic()
+    while (fd := _try_to_lock(run_dir)) is None:
+        check_idle(run_dir)
+        # Between two coordinators of a living run its journal is not locked either.
+        if time.monotonic() - since > (CLOSING_S if _has_ended(run_dir) else IDLE_S):
+            raise _is_running(run_dir)
+        time.sleep(0.1)
+    try:
+        yield
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # also for forked processes that have inherited the descriptor
+        os.close(fd)
+
+
+def _try_to_lock(run_dir: Path) -> int | None:
+    try:
+        return lock_file(run_dir / _LOCK)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        raise DistBeliefError(
+            f"cannot write to the run directory '{run_dir}': {error.strerror or error}",
+            hint="free some space, or make it writable",
+        ) from error
+
+
+def _has_ended(run_dir: Path) -> bool:
+    return (run_dir / "journal.jsonl").exists() and ended(run_dir) is not None
+
+
+def _is_running(run_dir: Path) -> DistBeliefError:
+    return DistBeliefError(
+        f"the run in {run_dir} is running",
+        hint=f"to stop it: `{STOP_COMMAND} {shlex.quote(str(run_dir))}`; another run needs another --run-dir",
+    )
 
 
 def mend_journal(run_dir: Path, checkpoints: str) -> str:
@@ -93,9 +165,7 @@ def check_idle(run_dir: Path) -> None:
         deadline = time.monotonic() + IDLE_S
         while not _is_free(fd):
             if time.monotonic() > deadline:
-                raise DistBeliefError(
-                    f"the run in {run_dir} is running", hint="it needs no resuming; to stop it, press Ctrl-C there"
-                )
+                raise _is_running(run_dir)
             time.sleep(0.1)
     finally:
         os.close(fd)

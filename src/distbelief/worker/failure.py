@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sysconfig
 import traceback
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import torch
 
 from distbelief.control.fitting import MOST_DETAILS, MOST_MESSAGE, cut, readable, text_of
 from distbelief.control.messages import WorkerFailed
+from distbelief.controlgroups import why_fork_failed
 from distbelief.data.readers import ReaderError
 from distbelief.errors import (
     DistBeliefError,
@@ -20,6 +24,19 @@ from distbelief.errors import (
 )
 from distbelief.strategies import parse
 from distbelief.worker.spec import WorkerSpec
+
+_PACKAGES = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
+
+
+def refused_thread(error: BaseException) -> str:
+    """Which limit has kept a thread of DistBelief's from being started; "" if the error is another one, or the job has
+    started the thread. It is no fault of the job's: another worker may have more luck."""
+    if not isinstance(error, RuntimeError) or str(error) != "can't start new thread":
+        return ""
+    ours = (*_PACKAGES, sysconfig.get_path("stdlib"))
+    if any(not frame.filename.startswith(ours) for frame in traceback.extract_tb(error.__traceback__)):
+        return ""
+    return why_fork_failed(OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)))
 
 
 def describe_failure(spec: WorkerSpec, error: BaseException, step: int, shard: int) -> WorkerFailed:
@@ -77,9 +94,8 @@ def _hint(error: BaseException, said: str, strategy: str) -> str:
 
 def _user_traceback(error: BaseException) -> tuple[str, bool]:
     """The traceback without our frames above the user's code, and whether any frame is the user's."""
-    packages = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    theirs = [i for i, file in enumerate(files) if not file.startswith(packages)]
+    theirs = [i for i, file in enumerate(files) if not file.startswith(_PACKAGES)]
     frame = error.__traceback__
     for _ in range(theirs[0] if theirs else 0):
         frame = frame.tb_next if frame else None

@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from distbelief.atomicfile import lacks_room, replace_file
-from distbelief.checkpoint.manifest import Facts
+from distbelief.checkpoint.manifest import RUN, Facts
 from distbelief.control.messages import Canary, JobFacts
 from distbelief.data.sources import InMemory, MapStyle, as_source, seed_everything
 from distbelief.errors import JobError
@@ -59,6 +59,8 @@ class Loaded:
     """The device that computes the shards."""
     notices: Sequence[str] = ()
     """What the user is told when the run starts."""
+    run_id: str = ""
+    """See WorkerSpec."""
 
     @property
     def state_device(self) -> torch.device:
@@ -84,7 +86,12 @@ class Loaded:
         """
         model = self.prepared.model
         return Facts(
-            job={**msgspec.to_builtins(self.facts()), "tied": tied(model), "transient": transient(model)},
+            job={
+                **msgspec.to_builtins(self.facts()),
+                "tied": tied(model),
+                "transient": transient(model),
+                **({RUN: self.run_id} if self.run_id else {}),
+            },
             random={"seed": self.job.seed},
             versions=versions(),
         )
@@ -150,7 +157,9 @@ def load(spec: WorkerSpec, segments: SegmentClient | None, checks: bool = True) 
         evaluator.rehearse(prepared.model)
     watch.data_s, watch.shards, watch.step, watch.shard = 0.0, 0, -1, -1  # do not count the canary
     notices = [notice(checked.impurities)] if checked.impurities else []
-    return Loaded(job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary, device, notices)
+    return Loaded(
+        job, schedule, steps, strategy, prepared, watch, feed, evaluator, canary, device, notices, spec.run_id
+    )
 
 
 def checked_canary(strategy: Strategy, prepared: Prepared, feed: Feed, fetch: Fetch) -> Checked:

@@ -12,7 +12,7 @@ import torch
 
 from distbelief.checkpoint.faults import CheckpointMissing, CheckpointUnusable
 from distbelief.checkpoint.lazy import LazyTensors, Renamed
-from distbelief.checkpoint.manifest import Facts, Manifest
+from distbelief.checkpoint.manifest import Facts, Manifest, check_run
 from distbelief.checkpoint.reading import newest_sound, open_checkpoint, read_manifest, read_tensors
 from distbelief.checkpoint.sources import MODEL, open_source, read_source
 from distbelief.checkpoint.storage import Where
@@ -54,11 +54,11 @@ def opened_at(folder: Where, step: int) -> Saved:
 
 
 def newest_saved(
-    folder: str, lazily: bool = False, at_most: int | None = None
+    folder: str, lazily: bool = False, at_most: int | None = None, run_id: str = ""
 ) -> tuple[Saved | None, list[tuple[int, str]]]:
     """The newest usable checkpoint (None: there is none), and the newer unusable ones as (step, why). `lazily`: check
-    every byte, but keep no values in memory."""
-    return _newest(folder, _checked_at if lazily else saved_at, at_most)
+    every byte, but keep no values in memory. `run_id`: of the run that loads it; another run's are not usable."""
+    return _newest(folder, _checked_at if lazily else saved_at, at_most, run_id)
 
 
 def _checked_at(folder: Where, step: int) -> Saved:
@@ -81,18 +81,28 @@ def frozen_of(origin: Origin, names: Collection[str]) -> Mapping[str, torch.Tens
     """The run's tensors that training never changes, from its newest checkpoint, because older ones may be deleted.
     Empty: the job's initial values are right."""
     if origin.checkpoints:
-        found, _ = _newest(origin.checkpoints, lambda at, step: read_tensors(at, read_manifest(at, step), names))
+
+        def read(at: Where, step: int) -> Mapping[str, torch.Tensor]:
+            return read_tensors(at, read_manifest(at, step), names)
+
+        found, _ = _newest(origin.checkpoints, read, run_id=origin.run_id)
         if found is not None:
             return found
     return weights_of(origin.weights).tensors if origin.weights else {}
 
 
 def _newest(
-    folder: str, read: Callable[[Where, int], Found], at_most: int | None = None
+    folder: str, read: Callable[[Where, int], Found], at_most: int | None = None, run_id: str = ""
 ) -> tuple[Found | None, list[tuple[int, str]]]:
     """Raises CheckpointMissing if checkpoints exist but none is usable: the user must decide to start again from step
     0."""
-    found, skipped = newest_sound(folder, read, at_most)
+
+    def read_own(at: Where, step: int) -> Found:
+        if run_id:  # before gigabytes are read
+            check_run(read_manifest(at, step), at, run_id)
+        return read(at, step)
+
+    found, skipped = newest_sound(folder, read_own, at_most)
     if found is None and skipped:
         raise CheckpointMissing(
             f"no checkpoint in {folder} can be used",

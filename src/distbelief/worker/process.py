@@ -52,13 +52,13 @@ from distbelief.transport.gloo.group import train_or_be_succeeded, use_interface
 from distbelief.transport.membership import Earlier, Membership
 from distbelief.transport.shm.segment import Memory, Segment, SegmentClient
 from distbelief.worker.devices import identity
-from distbelief.worker.failure import describe_failure
+from distbelief.worker.failure import describe_failure, refused_thread
 from distbelief.worker.link import ControlLink
 from distbelief.worker.loading import Loaded, load, write_job_json
 from distbelief.worker.origin import frozen_of, newest_saved, opened_at, weights_of
 from distbelief.worker.rules.control import Leave, StandDown, TrainGeneration
 from distbelief.worker.saving import Saver
-from distbelief.worker.spec import WorkerSpec
+from distbelief.worker.spec import Origin, WorkerSpec
 from distbelief.worker.training import Assignment, GenerationTraining, LastReports, report_again, train
 
 if TYPE_CHECKING:
@@ -88,6 +88,16 @@ class Place:
 
 def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: bool = False) -> int:
     """Run a worker until it ends. Returns its exit status."""
+    try:
+        return _run(spec, segment_socket, by_hand)
+    except RuntimeError as error:  # an exit without a report is a death: another worker takes this one's place
+        if not (why := refused_thread(error)):
+            raise
+        print(f"this worker ends: a thread could not be started: {why}; raise that limit", file=sys.stderr, flush=True)
+        return 1
+
+
+def _run(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: bool) -> int:
     if not by_hand:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the engine decides
     leaving = [signal.SIGTERM]
@@ -106,6 +116,8 @@ def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: 
         loaded = load(spec, segments)  # forks the readers, before the link's thread exists
         _adopt_frozen(spec, loaded)
     except BaseException as error:
+        if refused_thread(error):
+            raise
         failure = describe_failure(spec, error, -1, -1)
     with ControlLink(spec.address, spec.credential) as link:
         for number in leaving:
@@ -124,6 +136,8 @@ def run_worker(spec: WorkerSpec, segment_socket: socket.socket | None, by_hand: 
                 profile = _profiler(spec, loaded, link)
             except BaseException as error:
                 _close(loaded)
+                if refused_thread(error):
+                    raise
                 return _report(link, describe_failure(spec, error, -1, -1))
             return _serve(Place(spec, link, segments, saver, profile), loaded, by_hand)
         assert failure is not None
@@ -142,6 +156,8 @@ def _serve(place: Place, loaded: Loaded, by_hand: bool) -> int:
         print(f"this worker ends: {error.message}; {error.hint}", file=sys.stderr, flush=True)
         return 1
     except BaseException as error:
+        if refused_thread(error):
+            raise
         failure = describe_failure(spec, error, loaded.watch.step, loaded.watch.shard)
     finally:
         _close(loaded)
@@ -345,13 +361,14 @@ class Beginning:
                 return opened_at(origin.checkpoints, step)
             saved = None
             if step < 0 and origin.checkpoints and self._has_run:
-                saved = self._newest(origin.checkpoints)
+                saved = self._newest(origin)
             return saved or (weights_of(origin.weights, self._divided) if origin.weights else None)
         finally:
             self.reading = False
 
-    def _newest(self, folder: str) -> Saved | None:
-        saved, skipped = newest_saved(folder, self._divided)
+    def _newest(self, origin: Origin) -> Saved | None:
+        folder = origin.checkpoints
+        saved, skipped = newest_saved(folder, self._divided, run_id=origin.run_id)
         self.step = saved.step if saved else 0
         self._tell(CheckpointLoaded(self._spec.worker, self.step, folder, skipped))
         return saved

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import torch
 
 from distbelief.checkpoint.faults import CheckpointExists, CheckpointIncomplete, CheckpointUnusable
-from distbelief.checkpoint.manifest import MANIFEST, Facts, Manifest, PartRecord, part_name, step_name
+from distbelief.checkpoint.manifest import MANIFEST, RUN, Facts, Manifest, PartRecord, check_run, part_name, step_name
 from distbelief.checkpoint.reading import verify
 from distbelief.checkpoint.saving import clear_up, seal, write_part
 from distbelief.checkpoint.storage import folder_at, remove_file
@@ -258,6 +258,7 @@ class Saver:
             # Only the manifest: other members may be writing parts in this folder. `tidy` removes the old parts.
             remove_file(folder_at(folder) / step_name(step), MANIFEST)
             return write_part(folder, step, rank + 1, len(portions), slices)
+        check_run(manifest, folder, str(snapshot.facts.job.get(RUN, "")))
         self._sealed = self._news_of_seal(manifest)
         self._tell(self._sealed)
         return None

@@ -67,7 +67,7 @@ class ServingHost:
         if origin.checkpoints and (life > 1 or origin.resumed):
             # A resumed run that has sealed no checkpoint since begins again from the newest usable one.
             at_most = None if origin.resumed and not sealed else sealed
-            saved, skipped = newest_saved(origin.checkpoints, lazily, at_most)
+            saved, skipped = newest_saved(origin.checkpoints, lazily, at_most, origin.run_id)
             for bad, why in skipped:
                 print(f"the checkpoint of step {bad} cannot be used: {why}", flush=True)
         return saved or (weights_of(origin.weights, lazily) if origin.weights else None)

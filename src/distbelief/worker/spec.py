@@ -32,6 +32,8 @@ class Origin(msgspec.Struct, frozen=True):
     """Trained weights for the start, if there is no checkpoint."""
     resumed: bool = False
     """Whether this run is resumed; otherwise its first generation looks for no checkpoint."""
+    run_id: str = ""
+    """The run that saved the checkpoints: those of another run are not used."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -56,6 +58,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Whether this host cannot see the run's directory; `run_dir` is then a local folder."""
     plugin: str = ""
     """The distribution of a plug-in strategy; empty for DistBelief's own."""
+    run_id: str = ""
+    """Written into every checkpoint of the run."""
 
     @property
     def checkpoint_folder(self) -> str:
@@ -70,7 +74,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
         """The run's start if no member has its state. None: the job's initial values."""
         folder = self.checkpoint_folder if self.options.saves else ""
         weights = self.options.begin_from
-        return Origin(folder, weights, self.resumed) if folder or weights else None
+        return Origin(folder, weights, self.resumed, self.run_id) if folder or weights else None
 
     @property
     def profile(self) -> ProfilePlan | None:

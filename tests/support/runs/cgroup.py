@@ -40,6 +40,11 @@ class Group:
         name = next(name for name in USED[controller] if (self.folder / name).exists())
         return int((self.folder / name).read_text())
 
+    def refused(self) -> int:
+        """How often the kernel has refused a process because of the limit."""
+        words = (self.folder / "pids.events").read_text().split()
+        return int(words[words.index("max") + 1])
+
 
 @contextlib.contextmanager
 def limited(limits: Mapping[str, int]) -> Iterator[Group]:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from distbelief.checkpoint.manifest import Facts
+from distbelief.checkpoint.manifest import RUN, Facts
 from distbelief.control.messages import CheckpointSealed, Event, PartSaved
 from distbelief.options import SavePlan
 from distbelief.worker.origin import facts_at
@@ -29,6 +29,7 @@ class Crew:
     def __init__(self, folder: Path, members: int = 1, **plan: object) -> None:
         self.folder = str(folder)
         self.members = members
+        self.run_id = ""
         self.told: SimpleQueue[Event] = SimpleQueue()
         self.trainer = Trainer(job_with("AdamW"))
         self.savers = [Saver(SavePlan(self.folder, **plan), rank, self.told.put) for rank in range(members)]
@@ -37,7 +38,7 @@ class Crew:
         self.trainer.train(step)
         for rank in ranks or range(self.members):
             self.trainer.act_as(rank, self.members)
-            facts = facts_at(Facts(), self.trainer.replica, step)
+            facts = facts_at(Facts(job={RUN: self.run_id}), self.trainer.replica, step)
             facts.metrics.update(metrics)
             self.savers[rank].take(self.trainer.replica, step, generation, facts, last)
 

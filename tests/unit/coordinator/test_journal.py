@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from distbelief.atomicfile import replace_file
 from distbelief.coordinator import journal as j
 from distbelief.coordinator.journal import Journal
 from distbelief.coordinator.rules.replay import resumed
@@ -181,6 +183,30 @@ def test_a_damaged_journal_is_replace_damaged_and_no_number_of_it_is_used_again(
         assert record["workers"] == [8, 9]
         state = resume(RunConfig(workers=2), journal.epoch, 0.0, [*journal.replayed, record])
         assert (state.generation, state.taken_over, state.fleet.next_server) == (9, 9, 4)
+
+
+def test_a_replacement_that_fails_half_way_leaves_the_damaged_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal.open(path) as journal:
+        journal.append({"kind": "one", "reason": "x"})
+        journal.append({"kind": "two", "reason": "x"})
+    damaged = path.read_bytes().replace(b'"one"', b'"ONE"')
+    path.write_bytes(damaged)
+
+    def is_full(at: Path, content: bytes, **how: bool) -> None:
+        if at == path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace_file(at, content, **how)
+
+    monkeypatch.setattr(j, "replace_file", is_full)
+    with pytest.raises(DistBeliefError, match="cannot replace the journal"):
+        j.replace_damaged(path)
+    assert path.read_bytes() == damaged
+    monkeypatch.undo()
+    assert j.replace_damaged(path).read_bytes() == damaged
+    assert [one["kind"] for one in j.read(path)] == ["epoch", "damaged"]
 
 
 NO_LOCKS = """

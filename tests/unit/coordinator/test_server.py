@@ -17,6 +17,8 @@ import zmq
 
 from distbelief.control import messages as m
 from distbelief.control.credentials import KeyAuthority
+from distbelief.launch.rules.restarting import HOPELESS_S
+from distbelief.worker.link import LEASE_S
 from tests.support.coordinator.process import (
     AUTHORITY,
     SECRET,
@@ -272,7 +274,7 @@ def test_a_coordinator_that_starts_again_waits_for_room(tmp_path: Path) -> None:
             told(socket)
     whole = (tmp_path / "journal.jsonl").stat().st_size
     with coordinator(tmp_path, most_file_bytes=whole) as second:
-        second.until_it_says("waits 1800 s for room")
+        second.until_it_says(f"waits {min(HOPELESS_S, LEASE_S):.0f} s for room")
         assert second.answer is None
         second.limit_files(-1)
         second.until_it_answers()

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.launch.processes import LogPipe, zygote_environment
+from distbelief.errors import DistBeliefError
+from distbelief.launch import processes
+from distbelief.launch.processes import CoordinatorProcess, LogPipe, NotStarted, zygote_environment
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,29 @@ def test_a_progress_bar_of_one_endless_line_is_shown_again_and_again(tmp_path: P
     log.close()
     assert len(lines) >= 2
     assert lines[-1].endswith("039999 %\r")
+
+
+def test_a_coordinator_that_dies_before_it_has_read_its_order_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes.sys, "executable", "/bin/true")
+    log = LogPipe("coordinator", tmp_path / "coordinator.log", lambda source, line: None)
+    process = CoordinatorProcess({"more than a pipe holds": "x" * (1 << 20)}, log)
+    with pytest.raises(DistBeliefError, match="ended before it could serve"):
+        process.address()
+    process.close()
+    log.close()
+    assert process.ended()
+
+
+def test_the_log_of_a_coordinator_that_was_not_started_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start may be tried hundreds of times: no descriptor may stay open."""
+    monkeypatch.setattr(processes.sys, "executable", str(tmp_path / "nothing"))
+    log = LogPipe("coordinator", tmp_path / "coordinator.log", lambda source, line: None)
+    with pytest.raises(NotStarted, match="the coordinator could not be started: No such file"):
+        CoordinatorProcess({}, log)
+    assert not log.pump(), "its other end is closed"
+    log.close()
 
 
 def _write(log: LogPipe, data: bytes) -> None:

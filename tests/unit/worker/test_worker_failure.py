@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,9 +11,15 @@ import pytest
 from distbelief.control.credentials import NO_CREDENTIAL
 from distbelief.errors import JobError, NonFiniteLoss, StepCodeError
 from distbelief.job import Job
-from distbelief.options import RunOptions
-from distbelief.worker.failure import describe_failure
+from distbelief.options import RunOptions, SavePlan
+from distbelief.worker.failure import describe_failure, refused_thread
+from distbelief.worker.saving import Saver
 from distbelief.worker.spec import WorkerSpec
+
+names: dict[str, Any] = {}
+refusing = 'def refuses(*arguments): raise RuntimeError("can\'t start new thread")'
+exec(compile(refusing, threading.__file__, "exec"), names)  # as the interpreter refuses: without a frame of this file
+REFUSES = names["refuses"]
 
 
 @pytest.mark.parametrize(
@@ -28,6 +36,25 @@ def test_a_kernel_that_is_not_deterministic_has_a_way_out(strategy: str, other: 
     failure = describe_failure(spec, error, -1, -1)
     assert failure.kind == "user"
     assert failure.hint.endswith(other)
+
+
+def test_a_thread_that_the_kernel_refuses_is_blamed_on_the_job_only_if_the_job_starts_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_the_job() -> None:
+        threading.Thread(target=print).start()
+
+    with ThreadPoolExecutor(1) as pool:  # its thread has frames of the standard library only
+        pool.submit(int).result()
+        monkeypatch.setattr(threading, "_start_new_thread", REFUSES)
+        ours = pool.submit(Saver, SavePlan("nowhere"), 0, print).exception()
+        theirs = pool.submit(of_the_job).exception()
+        monkeypatch.undo()
+    assert isinstance(ours, RuntimeError)
+    assert isinstance(theirs, RuntimeError)
+    assert refused_thread(ours).startswith("no more processes are allowed here (")
+    assert refused_thread(theirs) == ""
+    assert refused_thread(RuntimeError("shapes differ")) == ""
 
 
 def job_with(**options: Any) -> Job:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distbelief.checkpoint.faults import CheckpointDamaged, CheckpointMissing, CheckpointUnusable
-from distbelief.checkpoint.manifest import Facts, part_name
+from distbelief.checkpoint.manifest import RUN, Facts, part_name
 from distbelief.checkpoint.parts import Slice
 from distbelief.checkpoint.reading import read_manifest
 from distbelief.checkpoint.saving import seal, write_part
@@ -46,6 +46,23 @@ def test_the_newest_one_is_taken_with_all_that_goes_with_it(tmp_path: Path, trai
     assert (saved.step, skipped) == (3, [])
     assert [one.step for one in saved.history] == [0, 1, 2]
     assert Trainer(job_with("AdamW"), lambda: saved).everything() == trainer.everything()
+
+
+def test_one_that_another_run_has_saved_is_skipped(tmp_path: Path) -> None:
+    for step, run_id in ((1, "one"), (2, ""), (3, "two")):  # the second is of an earlier version
+        weights = Slice.whole("w", torch.full((2,), float(step)))
+        facts = Facts(job={RUN: run_id} if run_id else {}, data={"next_step": step})
+        seal(tmp_path, step, facts, [write_part(tmp_path, step, 1, 1, [weights])])
+    saved, skipped = newest_saved(str(tmp_path), run_id="one")
+    assert saved is not None
+    assert saved.step == 2
+    assert [(step, "was saved by another run" in why) for step, why in skipped] == [(3, True)]
+    saved, skipped = newest_saved(str(tmp_path), at_most=1, run_id="one")
+    assert (saved is not None, skipped) == (True, [])
+    assert frozen_of(Origin(str(tmp_path), run_id="one"), ["w"])["w"][0] == 2
+    (tmp_path / "step-000000002" / "manifest.json").unlink()
+    with pytest.raises(CheckpointMissing, match="can be used"):
+        newest_saved(str(tmp_path), run_id="three")
 
 
 def test_one_that_came_later_is_not_looked_at(tmp_path: Path, trainer: Trainer) -> None:

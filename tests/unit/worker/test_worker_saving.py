@@ -160,6 +160,16 @@ def test_a_member_that_lets_go_of_its_generation_has_copied_what_the_next_one_wr
     assert Trainer(job_with("AdamW"), lambda: saved_at(crew.folder, 2)).everything() == then
 
 
+def test_a_checkpoint_of_another_run_is_not_taken_for_its_own(tmp_path: Path) -> None:
+    other, crew = Crew(tmp_path), Crew(tmp_path)
+    other.run_id, crew.run_id = "other", "crew"
+    other.save(2)
+    theirs = verify(tmp_path, 2)
+    crew.take(2)
+    assert "was saved by another run" in crew.hear(SaveFailed).message
+    assert verify(tmp_path, 2) == theirs
+
+
 def test_asked_again_to_seal_it_says_that_it_is_done(tmp_path: Path) -> None:
     crew = Crew(tmp_path, 2)
     crew.take(2)

@@ -20,10 +20,12 @@ from distbelief.control.credentials import KeyAuthority
 from distbelief.control.messages import HostLost
 from distbelief.control.sockets import host_of
 from distbelief.coordinator.client import ask, whereabouts
+from distbelief.coordinator.journal import read as read_journal
 from distbelief.errors import DistBeliefError
 from distbelief.launch.launch import Invitation, Launch
 from distbelief.launch.lead import lead
 from distbelief.launch.pollloop import Signals
+from distbelief.steadyclock import CLOCK, SteadyClock
 
 
 class CoordinatorActor:
@@ -60,6 +62,7 @@ class CoordinatorActor:
         launch = self._launch.placed(listen=tcp(address))
         if not ray.get_runtime_context().was_current_actor_reconstructed:
             return launch
+        continue_clock(launch.run_dir)
         before = _left_behind(launch.run_dir)
         listen = before if host_of(before) == address else launch.placement.listen
         return replace(launch.placed(listen=listen), resumed=False)
@@ -92,6 +95,16 @@ class _Silent:
     def log(self, source: str, line: str) -> None: ...
 
     def refresh(self) -> None: ...
+
+
+def continue_clock(run_dir: Path, clock: SteadyClock = CLOCK) -> None:
+    """Show no time before the last record's: this process has read the machine's clock anew, and that may have been set
+    back since the run began."""
+    path = run_dir / "journal.jsonl"
+    records = read_journal(path) if path.exists() else []
+    behind_s = max((float(record.get("at", 0.0)) for record in records), default=0.0) - clock.now()
+    if behind_s > 0:
+        clock.continue_from(clock.offset_s + behind_s)
 
 
 def _left_behind(run_dir: Path) -> str:

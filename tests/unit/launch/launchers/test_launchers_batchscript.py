@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from distbelief.coordinator.journal import Journal
 from distbelief.errors import DistBeliefError
 from distbelief.launch.launchers.rules.batchscript import Batch, script
 
@@ -70,10 +71,22 @@ def test_the_first_turn_trains(tmp_path: Path) -> None:
     assert not (tmp_path / "scontrol.args").exists()
 
 
-def test_a_later_turn_resumes(tmp_path: Path) -> None:
+def test_a_turn_that_never_trained_is_repeated_with_the_arguments_of_now(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "my job-slurm-41"
     run.mkdir(parents=True)
     (run / "launch.json").touch()
+    Journal.open(run / "journal.jsonl").close()
+    process = start(tmp_path, Batch("my job", nodes=1))
+    (tmp_path / "srun.go").touch()
+    assert process.wait(60) == 0
+    assert "train" in arguments(tmp_path, "srun")
+
+
+def test_a_later_turn_resumes(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "my job-slurm-41"
+    run.mkdir(parents=True)
+    with Journal.open(run / "journal.jsonl") as journal:
+        journal.append({"kind": "generation", "generation": 1})
     process = start(tmp_path, Batch("my job", nodes=1, workers_per_node=8))
     (tmp_path / "srun.go").touch()
     assert process.wait(60) == 0

@@ -26,7 +26,7 @@ _SCRIPT = """\
 
 set -u
 run={run_dir}
-if [ -e "$run/launch.json" ]; then
+if grep -qs '"kind":"generation"' "$run/journal.jsonl"; then # it has trained
     command=({program} resume "$run" --on slurm --workers {workers} --plain)
 else
     command=({program} train {arguments})

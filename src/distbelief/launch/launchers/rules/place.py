@@ -113,7 +113,7 @@ def number(environment: Mapping[str, str], name: str) -> int:
         )
     if not is_number(text.strip()):
         raise DistBeliefError(f"{name}={text!r} is no number", hint=f"the launcher sets {name}; leave it alone")
-    return int(text)
+    return int(text.strip())  # `int` does not take all that is white space to `strip`
 
 
 @dataclass(frozen=True)
