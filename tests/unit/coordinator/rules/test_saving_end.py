@@ -68,7 +68,9 @@ def test_the_second_signal_does_not_wait() -> None:
     "run", [Run(workers=2, save_every="end"), Run(workers=2).started(0, 1)], ids=["nobody trains", "no checkpoints"]
 )
 def test_where_nothing_can_be_saved_a_stop_does_not_wait(run: Run) -> None:
-    assert ended(run.feed(m.StopRequested("Ctrl-C")))["status"] == "stopped"
+    outputs = run.feed(m.StopRequested("Ctrl-C"))
+    assert ended(outputs)["status"] == "stopped"
+    assert outputs[0] == s.Reply(m.Answer(run.state.epoch, True, "the run stops; it saves no checkpoint"))
 
 
 def test_when_the_checkpoint_of_a_stop_is_given_up_a_later_one_is_asked_for() -> None:
