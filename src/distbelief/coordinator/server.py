@@ -212,7 +212,7 @@ def _perform(server: Server, outputs: Iterable[s.Output], sender: bytes) -> bool
                 _record(server, entry)
             case s.Report(line):
                 server.metrics.add(line)
-                if server.metrics.waits and line["kind"] == "notice":  # a view would see it much later
+                if server.metrics.is_disk_full and line["kind"] == "notice":  # views read it when there is room
                     _say(line["text"])
             case s.Send(worker, command):
                 _send(server, worker, command)

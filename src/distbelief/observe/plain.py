@@ -56,8 +56,8 @@ class PlainView:
                 self._print(evaluation_line(progress))
             case "checkpoint":
                 self._print(checkpoint_line(record))
-            case "notice":
-                self._print(progress.notices[-1])
+            case "notice" | "unreadable":
+                self._print(progress.notice)
 
     def _show_step(self, progress: Progress) -> None:
         self._shown_step = progress.step
