@@ -57,9 +57,9 @@ def attach(
             raise typer.Exit(130) from error
     if history.ended is None:  # nobody reads the view any more
         raise typer.Exit(_NO_READER)
-    assert history.began_at is not None
     record = outcome(history.ended, run)
-    result = dataclasses.replace(result_of(record, run, 0.0), wall_s=float(record["at"]) - history.began_at)
+    wall_s = float(record["at"]) - history.began_at if history.began_at is not None else 0.0
+    result = dataclasses.replace(result_of(record, run, 0.0), wall_s=wall_s)
     if json:
         print_json(result)
     else:
@@ -98,19 +98,28 @@ def has_no_reader(stream: TextIO) -> bool:
 def until_the_end(run: Path, history: History, look: Callable[[], bool] = lambda: False) -> None:
     """Wait until the run's end is in its journal. Raises if its processes are gone without an end. `look` is called
     several times a second, and returns whether the run has done anything meanwhile."""
-    from distbelief.launch.growing import seems_gone
+    from distbelief.coordinator.client import died, seems_gone
 
-    there_at = time.monotonic()
+    there_at, shown = time.monotonic(), (0, 0)
     while history.ended is None:
         time.sleep(REFRESH_S)
         news = history.read()
-        if look() or news or not seems_gone(run):
+        before, shown = shown, _metrics_of(run)
+        if look() or news or shown != before or not seems_gone(run):
             there_at = time.monotonic()
         elif time.monotonic() - there_at > GONE_S:
-            raise DistBeliefError(
-                f"the run in {run} is not running, and did not end in order",
-                hint=f"if nothing else runs it, go on with `distbelief resume {run}`",
-            )
+            raise died(run)
+
+
+def _metrics_of(run: Path) -> tuple[int, int]:
+    """Changes with every line of the log of steps."""
+    from distbelief.coordinator.metricsfile import NAME
+
+    try:
+        status = (run / NAME).stat()
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_size
 
 
 def stop(
@@ -123,10 +132,16 @@ def stop(
     from distbelief.launch.rundir import STOP_COMMAND
 
     history = History(run)
-    answer = ask(run, StopRequested(f"{STOP_COMMAND} received"))
-    if not answer.ok:
-        raise DistBeliefError(answer.text)
-    typer.echo(answer.text, err=True)
+    try:
+        answer = ask(run, StopRequested(f"{STOP_COMMAND} received"))
+    except DistBeliefError:
+        history.read()
+        if history.ended is None:
+            raise
+    else:
+        if not answer.ok:
+            raise DistBeliefError(answer.text)
+        typer.echo(answer.text, err=True)
     until_the_end(run, history)
     assert history.ended is not None
     typer.echo(f"the run has ended: {history.ended['reason']}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -13,11 +12,12 @@ from distbelief.cli import attach
 from distbelief.cli.main import app
 from distbelief.errors import DistBeliefError
 from distbelief.launch.growing import History
+from tests.support.coordinator.journals import write
 
 
 def test_a_run_whose_processes_are_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "GONE_S", 0.3)
-    (tmp_path / "journal.jsonl").write_text(json.dumps({"kind": "epoch", "at": 3.0}) + "\n")
+    write(tmp_path, {"kind": "epoch", "at": 3.0})
     history = History(tmp_path)
     with pytest.raises(DistBeliefError, match="is not running, and did not end in order"):
         attach.until_the_end(tmp_path, history)
