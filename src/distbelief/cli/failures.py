@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import select
 import sys
 import textwrap
@@ -15,6 +17,19 @@ from distbelief.errors import DistBeliefError
 
 MACHINE_OUTPUT = "distbelief.json"
 """A command sets this key in the context's `meta` if the user gave `--json`."""
+
+_WHOSE = "is it yours, and may you read and write it? A run's files are for the user who has started the run"
+_HINTS = {
+    errno.EACCES: _WHOSE,
+    errno.EPERM: _WHOSE,
+    errno.EROFS: "the disk can only be read: give a folder on another one",
+    errno.ENAMETOOLONG: "check the path",
+    errno.ELOOP: "check the path: its symbolic links go round in a circle",
+    errno.ENOTDIR: "check the path: a part of it is a file, not a folder",
+    errno.EIO: "the disk fails: look at the kernel's messages (`dmesg`)",
+    errno.ESTALE: "the file server has been restarted or the file replaced: repeat the command",
+}
+_SHOWN_CHARACTERS = 300
 
 
 class UsageError(DistBeliefError):
@@ -32,6 +47,11 @@ class Commands(TyperGroup):
         except DistBeliefError as error:
             _report(ctx, error)
             raise typer.Exit(error.exit_code) from error
+        except OSError as error:
+            if (refusal := of_the_system(error)) is None:
+                raise
+            _report(ctx, refusal)
+            raise typer.Exit(refusal.exit_code) from error
         except KeyboardInterrupt as error:
             _report(ctx, DistBeliefError("interrupted"))
             raise typer.Exit(130) from error
@@ -41,6 +61,20 @@ class Commands(TyperGroup):
             if any(_is_closed(stream) for stream in (sys.stdout, sys.stderr)):
                 raise
             raise RuntimeError("a process ended while it was being told something") from error
+
+
+def of_the_system(error: OSError) -> DistBeliefError | None:
+    """The error for a path that the user has named, or a file below it, which the system does not let us use. None: it
+    is another error.
+
+    >>> of_the_system(PermissionError(errno.EACCES, "Permission denied", "runs/theirs/launch.json")).message
+    'cannot use runs/theirs/launch.json: Permission denied'
+    """
+    if error.filename is None or error.errno not in _HINTS:
+        return None
+    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
+    shown = path if len(path) <= _SHOWN_CHARACTERS else f"{path[:_SHOWN_CHARACTERS]}…"
+    return DistBeliefError(f"cannot use {shown}: {error.strerror}", hint=_HINTS[error.errno])
 
 
 def _is_closed(stream: TextIO) -> bool:
