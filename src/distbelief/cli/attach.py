@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import select
 import signal
 import sys
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 REFRESH_S = 0.2
 _NO_READER = 128 + signal.SIGPIPE
+SILENT_S = 5.0
+"""After this time `stop` says why it still waits."""
+_ROOM_BYTES = 1 << 20
+_STOPS = "the run stops when"
 GONE_S = 15.0
 """A coordinator that is restarted is back, and its run goes on, long before."""
 
@@ -111,6 +116,35 @@ def until_the_end(run: Path, history: History, look: Callable[[], bool] = lambda
             raise died(run)
 
 
+class Waiting:
+    """Tells what a run that is to stop still waits for: its notices, and a disk without room, on which it can write
+    none."""
+
+    def __init__(self, run: Path, say: Callable[[str], None]) -> None:
+        from distbelief.coordinator.metricsfile import NAME, RECENT_BYTES, Tail
+
+        self._run = run
+        self._say = say
+        self._notices = Tail(run / NAME, RECENT_BYTES)
+        while self._notices.read():  # those of before
+            pass
+        self._since = time.monotonic()
+        self._has_told = False
+
+    def look(self) -> bool:
+        while found := self._notices.read():
+            for record in found:
+                if record.get("kind") == "notice" and _STOPS not in str(record.get("text")):
+                    self._say(str(record.get("text")))
+        if not self._has_told and time.monotonic() - self._since > SILENT_S:
+            self._has_told = True
+            there = os.statvfs(self._run)
+            is_full = there.f_bavail * there.f_frsize < _ROOM_BYTES
+            cause = f": the disk of {self._run} has no room, free some space" if is_full else ""
+            self._say(f"the run has not ended yet{cause}; Ctrl-C ends this command only")
+        return False
+
+
 def _metrics_of(run: Path) -> tuple[int, int]:
     """Changes with every line of the log of steps."""
     from distbelief.coordinator.metricsfile import NAME
@@ -142,6 +176,6 @@ def stop(
         if not answer.ok:
             raise DistBeliefError(answer.text)
         typer.echo(answer.text, err=True)
-    until_the_end(run, history)
+    until_the_end(run, history, Waiting(run, lambda text: typer.echo(text, err=True)).look)
     assert history.ended is not None
     typer.echo(f"the run has ended: {history.ended['reason']}")

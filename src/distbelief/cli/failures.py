@@ -8,6 +8,8 @@ import os
 import select
 import sys
 import textwrap
+import traceback
+from pathlib import Path
 from typing import Any, TextIO
 
 import typer
@@ -47,20 +49,27 @@ class Commands(TyperGroup):
         except DistBeliefError as error:
             _report(ctx, error)
             raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            _report(ctx, DistBeliefError("interrupted"))
+            raise typer.Exit(130) from error
+        except EOFError as error:  # of which typer would say "Aborted." and nothing else
+            raise RuntimeError(f"what {_place(error)} reads has ended too early: {str(error) or 'EOFError'}") from error
+        except BrokenPipeError as error:  # of which typer would say nothing
+            if any(_is_closed(stream) for stream in (sys.stdout, sys.stderr)):
+                raise
+            raise RuntimeError(f"the process that {_place(error)} writes to has ended: {error}") from error
         except OSError as error:
             if (refusal := of_the_system(error)) is None:
                 raise
             _report(ctx, refusal)
             raise typer.Exit(refusal.exit_code) from error
-        except KeyboardInterrupt as error:
-            _report(ctx, DistBeliefError("interrupted"))
-            raise typer.Exit(130) from error
-        except EOFError as error:  # of which typer would say "Aborted." and nothing else
-            raise RuntimeError("a process or a file ended where more was expected") from error
-        except BrokenPipeError as error:  # of which typer would say nothing
-            if any(_is_closed(stream) for stream in (sys.stdout, sys.stderr)):
-                raise
-            raise RuntimeError("a process ended while it was being told something") from error
+
+
+def _place(error: BaseException) -> str:
+    """The innermost function of DistBelief that the error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [one for one in frames[1:] if f"{os.sep}distbelief{os.sep}" in one.filename] or frames  # the first is here
+    return f"{ours[-1].name} ({Path(ours[-1].filename).name}, line {ours[-1].lineno})"
 
 
 def of_the_system(error: OSError) -> DistBeliefError | None:
