@@ -166,11 +166,13 @@ def stop(
     from distbelief.launch.rundir import STOP_COMMAND
 
     history = History(run)
+    history.read()
+    was_over = history.ended is not None
     try:
         answer = ask(run, StopRequested(f"{STOP_COMMAND} received"))
     except DistBeliefError:
         history.read()
-        if history.ended is None:
+        if was_over or history.ended is None:
             raise
     else:
         if not answer.ok:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -32,6 +33,8 @@ _HINTS = {
     errno.ESTALE: "the file server has been restarted or the file replaced: repeat the command",
 }
 _SHOWN_CHARACTERS = 300
+STARTED_BY = "distbelief.started_by"
+"""The key of a pipe to the process that has started this one with --detach, and reports its error."""
 
 
 class UsageError(DistBeliefError):
@@ -96,7 +99,24 @@ def _is_closed(stream: TextIO) -> bool:
         return True
 
 
+def _send(pipe: int, error: DistBeliefError) -> None:
+    # A pipe takes 64 KiB at once, and a character may become 12 bytes.
+    texts = {"error": error.message[:1000], "hint": error.hint[:500], "details": error.details[-3500:]}
+    with contextlib.suppress(OSError):  # the reader has gone when the run has begun
+        os.write(pipe, json.dumps({**texts, "exit_code": error.exit_code}).encode())
+
+
+def received_error(sent: bytes) -> DistBeliefError:
+    """The error of a process that was started with --detach."""
+    fields = json.loads(sent)
+    error = DistBeliefError(fields["error"], hint=fields["hint"], details=fields["details"])
+    error.exit_code = fields["exit_code"]
+    return error
+
+
 def _report(ctx: Any, error: DistBeliefError) -> None:
+    if STARTED_BY in ctx.meta:
+        _send(ctx.meta[STARTED_BY], error)
     typer.echo(typer.style("error:", fg="red", bold=True) + " " + error.message, err=True)
     if error.details:
         typer.echo(textwrap.indent(error.details.rstrip("\n"), "    "), err=True)
