@@ -27,6 +27,8 @@ class PlainView:
         self._print(f"{text.count(workers, 'worker')}, run directory {run_dir}")
 
     def log(self, source: str, line: str) -> None:
+        if self._follower is not None:
+            self._follower.logged(source, line)
         self._print(f"[{source}] {text.last_line(line)}")
 
     def refresh(self) -> None:

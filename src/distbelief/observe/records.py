@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ WINDOW_STEPS = 64
 WINDOW_S = 10.0
 """A worker's shares of time are taken over this number of seconds, by the records' times."""
 SMOOTHING = 0.9
+_MOST_LOGGED = 100
 CLEARLY_SLOWER = 1.10
 """Below this ratio to the other workers, the slowest worker is slow by chance and is not named."""
 
@@ -227,6 +229,7 @@ class Follower:
         self._tail = Tail(self._metrics, RECENT_BYTES)
         self._job = run_dir / "job.json"
         self._described = False
+        self._logged: deque[str] = deque(maxlen=_MOST_LOGGED)
         self._unreadable: list[Record] = []
         """What could not be read while catching up: it is news for a view."""
 
@@ -248,7 +251,21 @@ class Follower:
                     self.progress = advance(self.progress, record)
                 except (KeyError, TypeError, ValueError, AttributeError):
                     continue  # a damaged line, as one that is no JSON
-                yield record, self.progress
+                if record.get("kind") != "notice" or not self._was_logged(self.progress.notice):
+                    yield record, self.progress
+
+    def logged(self, source: str, line: str) -> None:
+        """A view has shown this line of a process. A coordinator without room on its disk prints its notices too, and
+        they come again among the records when there is room."""
+        if source == "coordinator":
+            self._logged.append(line.removeprefix("coordinator: ").rstrip())
+
+    def _was_logged(self, notice: str) -> bool:
+        first = notice.partition("\n")[0].removeprefix("the coordinator: ").rstrip()
+        if first not in self._logged:
+            return False
+        self._logged.remove(first)
+        return True
 
     def _describe(self) -> None:
         try:

@@ -53,6 +53,8 @@ class TerminalView:
         self._live.start()
 
     def log(self, source: str, line: str) -> None:
+        if self._follower is not None:
+            self._follower.logged(source, line)
         prefix = Text(f"{source} │ ", style=source_colour(source))
         self._console.print(prefix + Text.from_ansi(text.last_line(line)), soft_wrap=True)
 
