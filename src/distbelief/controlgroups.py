@@ -25,7 +25,7 @@ _CPU_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryRoom:
     """A limit in bytes, and the part of it that can still be allocated."""
 
     limit: int
@@ -61,7 +61,7 @@ def folders(membership: str, controller: str) -> list[PurePosixPath]:
     return list(dict.fromkeys(found))
 
 
-def memory_room(groups: Iterable[Texts]) -> Room | None:
+def memory_room(groups: Iterable[Texts]) -> MemoryRoom | None:
     """The tightest of the memory limits; None: there is none.
 
     Page cache that the kernel drops before it refuses an allocation counts as free. That is the inactive part
@@ -69,7 +69,7 @@ def memory_room(groups: Iterable[Texts]) -> Room | None:
 
     >>> stat = "anon 300\\nfile_mapped 50\\ninactive_file 400\\nactive_file 80"
     >>> memory_room([{"memory.max": "1000", "memory.current": "900", "memory.stat": stat}, {"memory.max": "max"}])
-    Room(limit=1000, free=530)
+    MemoryRoom(limit=1000, free=530)
     """
     found = []
     for texts in groups:
@@ -79,7 +79,7 @@ def memory_room(groups: Iterable[Texts]) -> Room | None:
         ):
             limit, used = _number(texts, limit_file), _number(texts, used_file)
             if limit is not None and used is not None:
-                found.append(Room(limit, limit - max(used - _reclaimable(texts.get("memory.stat", "")), 0)))
+                found.append(MemoryRoom(limit, limit - max(used - _reclaimable(texts.get("memory.stat", "")), 0)))
     return min(found, key=lambda room: (room.free, room.limit), default=None)
 
 
@@ -154,7 +154,7 @@ def texts_of(
     return found
 
 
-def own_memory_room(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Room | None:
+def own_memory_room(root: Path = ROOT, membership: Path = MEMBERSHIP) -> MemoryRoom | None:
     return memory_room(texts for _, texts in texts_of("memory", _MEMORY_FILES, root, membership))
 
 

@@ -3,6 +3,7 @@ again."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -115,10 +116,15 @@ def test_a_detached_run_is_shown_stopped_and_resumed(
     assert distbelief("attach", "run", "--json").json == result  # of an ended run
 
 
-def test_a_run_that_cannot_start_says_so_and_not_that_it_has(distbelief: Cli, tmp_path: Path) -> None:
+def test_a_run_that_cannot_start_says_so_and_not_that_it_has(start: Start, distbelief: Cli) -> None:
     broken = distbelief("train", JOBS / "broken.py", "--set", "fault=empty", "--run-dir", "run", "--detach")
     assert (broken.status, broken.stdout) == (2, "")
     assert "error: the data set is empty" in broken.stderr
+    without_room = ["prlimit", "--fsize=0"]  # as a disk that takes no byte, also not of the log
+    detach = ("--run-dir", "other", "--detach", "--json")
+    failed = start("train", JOBS / "small.py", *detach, prefix=without_room).wait()
+    assert (failed.status, "File too large" in json.loads(failed.stdout)["error"]) == (1, True)
+    assert "File too large" in failed.stderr
     again = distbelief("train", JOBS / "small.py", "--workers", 1, "--run-dir", "run", "--json")
     assert again.status == 1  # its files are there
     assert "is not empty" in again.stderr

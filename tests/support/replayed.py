@@ -13,7 +13,8 @@ import msgspec
 from distbelief.checkpoint.saving import seal, write_part
 from distbelief.control.messages import WorkerFailed
 from distbelief.coordinator.journal import Journal
-from distbelief.coordinator.metricsfile import NAME, Steps
+from distbelief.coordinator.metricsfile import NAME
+from distbelief.coordinator.steps import Steps
 from distbelief.errors import NonFiniteLoss
 from distbelief.launch.launch import Launch, keep_launch
 from distbelief.options import RunOptions

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.controlgroups import Room, folders, memory_room, own_cpu_quota, own_memory_room, why_no_fork
+from distbelief.controlgroups import MemoryRoom, folders, memory_room, own_cpu_quota, own_memory_room, why_no_fork
 from tests.support.runs.cgroup import limited
 
 MB = 1 << 20
@@ -54,21 +54,21 @@ total_active_file 536870912
 def test_page_cache_of_a_container_is_not_used_memory() -> None:
     """8 GiB of 8.5 are "used", of which 6 are the cache of files; 100 MiB of that are mapped code."""
     container = {"memory.max": f"{8704 * MB}\n", "memory.current": f"{8192 * MB}\n", "memory.stat": STAT_V2}
-    assert memory_room([container]) == Room(8704 * MB, 8704 * MB - 8192 * MB + 5120 * MB + 1024 * MB - 100 * MB)
+    assert memory_room([container]) == MemoryRoom(8704 * MB, 8704 * MB - 8192 * MB + 5120 * MB + 1024 * MB - 100 * MB)
 
 
 def test_the_first_version_counts_the_groups_below_under_other_names() -> None:
     """Of the active pages more are mapped than there are, by shared memory: none of them counts as free."""
     job = {"memory.limit_in_bytes": f"{4096 * MB}", "memory.usage_in_bytes": f"{3900 * MB}", "memory.stat": STAT_V1}
-    assert memory_room([job]) == Room(4096 * MB, 196 * MB + 2048 * MB)
+    assert memory_room([job]) == MemoryRoom(4096 * MB, 196 * MB + 2048 * MB)
 
 
 def test_the_tightest_group_on_the_path_counts() -> None:
     container = {"memory.max": "max\n", "memory.current": "5000\n"}
     pod = {"memory.max": "9000\n", "memory.current": "8000\n", "memory.stat": "inactive_file 500\n"}
     slice_ = {"memory.max": "100000\n", "memory.current": "99000\n"}
-    assert memory_room([container, pod, slice_]) == Room(100000, 1000)
-    assert memory_room([container, {**pod, "memory.stat": ""}, slice_]) == Room(9000, 1000)
+    assert memory_room([container, pod, slice_]) == MemoryRoom(100000, 1000)
+    assert memory_room([container, {**pod, "memory.stat": ""}, slice_]) == MemoryRoom(9000, 1000)
     assert memory_room([container]) is None
     assert memory_room([]) is None
 
@@ -87,7 +87,9 @@ def test_no_limit_and_half_a_limit(texts: dict[str, str]) -> None:
 
 def test_a_cache_above_the_usage_makes_no_room_beyond_the_limit() -> None:
     """The files are read one after the other."""
-    assert memory_room([{"memory.max": "10", "memory.current": "4", "memory.stat": "inactive_file 6"}]) == Room(10, 10)
+    assert memory_room([{"memory.max": "10", "memory.current": "4", "memory.stat": "inactive_file 6"}]) == MemoryRoom(
+        10, 10
+    )
 
 
 def test_where_the_files_of_a_process_are() -> None:
@@ -116,12 +118,12 @@ def test_files_of_both_versions_are_read(tmp_path: Path) -> None:
     (tmp_path / "memory/pod/memory.usage_in_bytes").write_text("2500\n")
     (tmp_path / "cpu/pod/cpu.cfs_quota_us").write_text("50000\n")
     (tmp_path / "cpu/pod/cpu.cfs_period_us").write_text("100000\n")
-    assert own_memory_room(tmp_path, mine) == Room(2000, -500)
+    assert own_memory_room(tmp_path, mine) == MemoryRoom(2000, -500)
     assert own_cpu_quota(tmp_path, mine) == 0.5
     (tmp_path / "memory.max").write_text("100\n")  # and a hierarchy of version 2 beside them
     (tmp_path / "memory.current").write_text("90\n")
     (tmp_path / "cpu.max").write_text("25000 100000\n")
-    assert own_memory_room(tmp_path, mine) == Room(2000, -500)
+    assert own_memory_room(tmp_path, mine) == MemoryRoom(2000, -500)
     assert own_cpu_quota(tmp_path, mine) == 0.25
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from distbelief.coordinator.journal import JournalTail
 from distbelief.coordinator.metricsfile import NAME, Record, Tail
 from distbelief.steadyclock import CLOCK
 
@@ -61,27 +62,6 @@ def advance(seen: Seen, record: Record) -> Seen:
     return seen
 
 
-class JournalTail:
-    """The records of a journal, each once, even if a restarted coordinator cuts off a torn end."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0  # always just after a line feed: the rest may be torn, and be cut off
-
-    def read(self) -> list[Record]:
-        try:
-            with self._path.open("rb") as file:
-                # A coordinator also cuts off a whole line, if the disk refused it or lost a part of it.
-                self._offset = min(self._offset, file.seek(0, 2))
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return _records(whole.splitlines())
-
-
 class RunFollower:
     """Call `poll` repeatedly. `seen` is the present state; `records` has all records of the journal."""
 
@@ -93,7 +73,11 @@ class RunFollower:
         self._run_dir = run_dir
 
     def poll(self) -> Seen:
-        for record in self._journal.read():
+        news = self._journal.read()
+        if self._journal.is_void:
+            self.records.clear()
+            self.seen = Seen(step=self.seen.step)
+        for record in news:
             # a new epoch's record has no time; it is read moments after it was written
             record.setdefault("at", CLOCK.now())
             self.records.append(record)
@@ -106,19 +90,7 @@ class RunFollower:
     def coordinator(self) -> Record | None:
         """The coordinator's address and process id, or None while no coordinator runs."""
         try:
-            found = _records([(self._run_dir / "coordinator.json").read_bytes()])
-        except FileNotFoundError:
+            found = json.loads((self._run_dir / "coordinator.json").read_bytes())
+        except (FileNotFoundError, ValueError):
             return None
-        return found[0] if found else None
-
-
-def _records(lines: list[bytes]) -> list[Record]:
-    found = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:  # torn by a kill
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
+        return found if isinstance(found, dict) else None

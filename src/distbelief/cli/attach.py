@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import select
 import signal
 import sys
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 REFRESH_S = 0.2
 _NO_READER = 128 + signal.SIGPIPE
+SILENT_S = 5.0
+"""After this time `stop` says why it still waits."""
+_ROOM_BYTES = 1 << 20
+_STOPS = "the run stops when"
 GONE_S = 15.0
 """A coordinator that is restarted is back, and its run goes on, long before."""
 
@@ -57,9 +62,9 @@ def attach(
             raise typer.Exit(130) from error
     if history.ended is None:  # nobody reads the view any more
         raise typer.Exit(_NO_READER)
-    assert history.began_at is not None
     record = outcome(history.ended, run)
-    result = dataclasses.replace(result_of(record, run, 0.0), wall_s=float(record["at"]) - history.began_at)
+    wall_s = float(record["at"]) - history.began_at if history.began_at is not None else 0.0
+    result = dataclasses.replace(result_of(record, run, 0.0), wall_s=wall_s)
     if json:
         print_json(result)
     else:
@@ -98,19 +103,57 @@ def has_no_reader(stream: TextIO) -> bool:
 def until_the_end(run: Path, history: History, look: Callable[[], bool] = lambda: False) -> None:
     """Wait until the run's end is in its journal. Raises if its processes are gone without an end. `look` is called
     several times a second, and returns whether the run has done anything meanwhile."""
-    from distbelief.launch.growing import seems_gone
+    from distbelief.coordinator.client import died, seems_gone
 
-    there_at = time.monotonic()
+    there_at, shown = time.monotonic(), (0, 0)
     while history.ended is None:
         time.sleep(REFRESH_S)
         news = history.read()
-        if look() or news or not seems_gone(run):
+        before, shown = shown, _metrics_of(run)
+        if look() or news or shown != before or not seems_gone(run):
             there_at = time.monotonic()
         elif time.monotonic() - there_at > GONE_S:
-            raise DistBeliefError(
-                f"the run in {run} is not running, and did not end in order",
-                hint=f"if nothing else runs it, go on with `distbelief resume {run}`",
-            )
+            raise died(run)
+
+
+class Waiting:
+    """Tells what a run that is to stop still waits for: its notices, and a disk without room, on which it can write
+    none."""
+
+    def __init__(self, run: Path, say: Callable[[str], None]) -> None:
+        from distbelief.coordinator.metricsfile import NAME, RECENT_BYTES, Tail
+
+        self._run = run
+        self._say = say
+        self._notices = Tail(run / NAME, RECENT_BYTES)
+        while self._notices.read():  # those of before
+            pass
+        self._since = time.monotonic()
+        self._has_told = False
+
+    def look(self) -> bool:
+        while found := self._notices.read():
+            for record in found:
+                if record.get("kind") == "notice" and _STOPS not in str(record.get("text")):
+                    self._say(str(record.get("text")))
+        if not self._has_told and time.monotonic() - self._since > SILENT_S:
+            self._has_told = True
+            there = os.statvfs(self._run)
+            is_full = there.f_bavail * there.f_frsize < _ROOM_BYTES
+            cause = f": the disk of {self._run} has no room, free some space" if is_full else ""
+            self._say(f"the run has not ended yet{cause}; Ctrl-C ends this command only")
+        return False
+
+
+def _metrics_of(run: Path) -> tuple[int, int]:
+    """Changes with every line of the log of steps."""
+    from distbelief.coordinator.metricsfile import NAME
+
+    try:
+        status = (run / NAME).stat()
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_size
 
 
 def stop(
@@ -123,10 +166,18 @@ def stop(
     from distbelief.launch.rundir import STOP_COMMAND
 
     history = History(run)
-    answer = ask(run, StopRequested(f"{STOP_COMMAND} received"))
-    if not answer.ok:
-        raise DistBeliefError(answer.text)
-    typer.echo(answer.text, err=True)
-    until_the_end(run, history)
+    history.read()
+    was_over = history.ended is not None
+    try:
+        answer = ask(run, StopRequested(f"{STOP_COMMAND} received"))
+    except DistBeliefError:
+        history.read()
+        if was_over or history.ended is None:
+            raise
+    else:
+        if not answer.ok:
+            raise DistBeliefError(answer.text)
+        typer.echo(answer.text, err=True)
+    until_the_end(run, history, Waiting(run, lambda text: typer.echo(text, err=True)).look)
     assert history.ended is not None
     typer.echo(f"the run has ended: {history.ended['reason']}")

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import select
 import shlex
+import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distbelief.cli.failures import UsageError
+from distbelief.cli.failures import STARTED_BY, UsageError, received_error
 from distbelief.errors import DistBeliefError
 from distbelief.launch.engines import LOCAL, is_ray
 
@@ -42,9 +45,10 @@ def check_detachable(on: str) -> None:
         )
 
 
-def go_on_detached(run_dir: Path, *, resumed: bool, json: bool) -> None:
-    """Returns in a new process only, which leads the run: its output goes to a log in the run directory. The calling
-    process waits for the start, says how to reach the run, and exits."""
+def go_on_detached(ctx: typer.Context, run_dir: Path, *, resumed: bool, json: bool) -> None:
+    """Returns in a new process only, which leads the run: its output goes to a log in the run directory, and an error
+    also to the calling process, because the disk of the log may be full. The calling process waits for the start, says
+    how to reach the run, and exits."""
     from distbelief.launch.growing import History
     from distbelief.launch.rundir import COMMAND_LOG, begun, check_idle
 
@@ -67,11 +71,16 @@ def go_on_detached(run_dir: Path, *, resumed: bool, json: bool) -> None:
     begin = os.fstat(log).st_size
     sys.stdout.flush()
     sys.stderr.flush()
+    error_in, error_out = os.pipe()
     pid = os.fork()
     if pid == 0:
+        os.close(error_in)
+        os.set_blocking(error_out, False)
+        ctx.meta[STARTED_BY] = error_out
         _leave_the_terminal(log)
         return
-    raise typer.Exit(_report(run_dir, pid, history, log, begin, json))
+    os.close(error_out)
+    raise typer.Exit(report_start(Child(run_dir, pid, history, log, begin, error_in), json))
 
 
 def _leave_the_terminal(log: int) -> None:
@@ -83,24 +92,61 @@ def _leave_the_terminal(log: int) -> None:
     os.close(log)
 
 
-def _report(run_dir: Path, pid: int, history: History, log: int, begin: int, json: bool) -> int:
-    """Wait for the first generation, or for the end of the process. Returns the exit status."""
-    before = history.generation
-    name = shlex.quote(str(run_dir))
+@dataclass(frozen=True)
+class Child:
+    """The process that is to lead the run."""
+
+    run_dir: Path
+    pid: int
+    history: History
+    log: int
+    """A descriptor of its log."""
+    begin: int
+    """Where its part of the log begins."""
+    error: int
+    """A pipe on which it sends the error that ends it."""
+
+
+def report_start(child: Child, json: bool) -> int:
+    """Wait for the first generation, or for the end of the process. Returns the exit status. Raises the error that has
+    ended the process before the run began."""
+    before = child.history.generation
+    name = shlex.quote(str(child.run_dir))
     how = f"its view: distbelief attach {name}\nto stop it: distbelief stop {name}"
+    said = b""
     try:
-        while history.generation == before:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                typer.echo(os.pread(log, os.fstat(log).st_size, begin), nl=False, err=status != 0)
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(_LOOK_EVERY_S)
-            history.read()
+        while child.history.generation == before:
+            ended, status = os.waitpid(child.pid, os.WNOHANG)
+            while select.select([child.error], [], [], 0 if ended else _LOOK_EVERY_S)[0]:
+                if not (more := os.read(child.error, 1 << 16)):
+                    time.sleep(0 if ended else _LOOK_EVERY_S)
+                    break
+                said += more
+            child.history.read()
+            if ended and child.history.generation == before:
+                return _ended_early(child, os.waitstatus_to_exitcode(status), said)
     except KeyboardInterrupt:
-        typer.echo(f"the run goes on without this command (process {pid})\n{how}", err=True)
+        typer.echo(f"the run goes on without this command (process {child.pid})\n{how}", err=True)
         return 130
     if json:
-        typer.echo(jsonlib.dumps({"run_dir": str(run_dir), "pid": pid}))
+        typer.echo(jsonlib.dumps({"run_dir": str(child.run_dir), "pid": child.pid}))
     else:
-        typer.echo(f"the run has started, as process {pid}: {run_dir}\n{how}")
+        typer.echo(f"the run has started, as process {child.pid}: {child.run_dir}\n{how}")
     return 0
+
+
+def _ended_early(child: Child, status: int, said: bytes) -> int:
+    if said:
+        raise received_error(said)
+    text = os.pread(child.log, os.fstat(child.log).st_size, child.begin).decode(errors="replace")
+    if status == 0:  # there was nothing to do
+        typer.echo(text, nl=False)
+        return 0
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    error = DistBeliefError(
+        f"the process that was to lead the run {how} before the run began",
+        hint="its output is above" if text else "it has left no output: is the disk full, or the memory used up?",
+        details=text,
+    )
+    error.exit_code = status if status > 0 else 128 - status
+    raise error

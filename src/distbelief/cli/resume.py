@@ -74,7 +74,7 @@ def resume(
         if is_complete(there):
             print("the run is complete: nothing is started, this is its result", file=stream)
         elif detach:
-            go_on_detached(there, resumed=True, json=json)
+            go_on_detached(ctx, there, resumed=True, json=json)
         view = open_view(stream, plain=plain)
         with contextlib.redirect_stdout(stream), contextlib.closing(view):  # as in `train`
             result = resume_run(

@@ -95,7 +95,8 @@ def _await(run: Path, step: int, known: int, timeout_s: float) -> dict[str, Any]
         if over:
             raise DistBeliefError(f"the run ended before the checkpoint was complete: {over['reason']}")
         time.sleep(_LOOK_EVERY_S)
+    which = f"the checkpoint of step {step}" if step >= 0 else "the checkpoint"
     raise DistBeliefError(
-        f"the checkpoint of step {step} is not complete after {timeout_s:.0f} s",
+        f"{which} is not complete after {timeout_s:.0f} s",
         hint=f"the notices in {run / 'metrics.jsonl'} give the reason; the checkpoint may still be completed",
     )

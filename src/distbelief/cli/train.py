@@ -92,7 +92,7 @@ def train(
         placement = Placement(on, where, key_path)
         if detach:
             run_dir = run_dir_named(run_dir, job.stem)
-            go_on_detached(run_dir, resumed=False, json=json)
+            go_on_detached(ctx, run_dir, resumed=False, json=json)
         stream = sys.stderr if json else sys.stdout
         view = open_view(stream, plain=plain)
         # With --json, only the object goes to stdout, even if the job prints. The view is closed inside the block: a

@@ -107,7 +107,7 @@ def _run(order: Order, engine: EngineLink) -> int:
     run_dir = Path(order.run_dir)
     CLOCK.continue_from(order.clock_offset_s)
     path = run_dir / "journal.jsonl"
-    # Nothing depends yet on the first coordinator of a run, or of a resumption: a full disk is told at once.
+    # The first coordinator of a run, or of a resumption, reports a full disk at once: nothing depends on it yet.
     takes_over = not order.resume and path.exists() and path.stat().st_size > 0
     room_wait_s = min(order.room_wait_s, START_ROOM_WAIT_S) if takes_over else 0.0
     with (

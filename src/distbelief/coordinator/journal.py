@@ -118,6 +118,55 @@ def read(path: Path) -> list[Entry]:
     return _replay(data, path)[0]
 
 
+class JournalTail:
+    """The records of a journal that another process writes, each once. It takes no lock.
+
+    A coordinator cuts the last line off when the disk refused it or lost a part of it, and `replace_damaged` puts
+    another file in the journal's place.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.is_void = False
+        """Whether the last `read` has found that records of earlier reads are gone. It has then returned all records
+        that there are, and whatever followed from earlier ones must be forgotten."""
+        self._path = path
+        self._file = (0, 0)
+        """Device and number of the file that was read."""
+        self._end = 0
+        """Always just after a line feed: what follows may be torn, and be cut off."""
+        self._last = b""
+        """The last line that was read. Where it does not stand any more, it was cut off."""
+
+    def read(self) -> list[Entry]:
+        """The new records; none while the file does not exist. Raises PermissionError."""
+        self.is_void = False
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                file.seek(self._end - len(self._last))
+                data = file.read()
+                if self._end and (self._file != (status.st_dev, status.st_ino) or not data.startswith(self._last)):
+                    self.is_void, self._end, self._last = True, 0, b""
+                    file.seek(0)
+                    data = file.read()
+                self._file = status.st_dev, status.st_ino
+        except PermissionError:
+            raise
+        except OSError:
+            return []
+        found = []
+        *lines, rest = data[len(self._last) :].split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            entry = _decode(line)
+            if entry is None and number == len(lines) and not rest:
+                break  # blocks of the last record may become visible out of order
+            if entry is not None:
+                found.append(entry)
+            self._end += len(line) + 1
+            self._last = line + b"\n"
+        return found
+
+
 def lock_file(lock: Path) -> int:
     """Make the file if needed, and lock it for this process alone. Returns the descriptor that holds the lock. Raises
     BlockingIOError while another process holds it."""

@@ -4,7 +4,9 @@ The coordinator appends lines, which are buffered and not synced: a crash may lo
 room, lines wait in memory and training goes on. A full part is renamed, then compressed in a thread, and described by
 one line of `metrics-index.jsonl`: its first and last step, and the last evaluation and checkpoint up to its end. No
 line is dropped by that. Everybody reads through this module: `records` gives all records of a run in constant memory,
-`Tail` follows a growing log, `Steps` finds single steps. A run directory of earlier releases has the present part only.
+`Tail` follows a growing log, and steps.py finds single steps. A run directory of earlier releases has the present part
+only. Readers pass over damage: a line that is no record of its kind is dropped, and a part that cannot be read ends
+early, with a notice among the records.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import re
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,7 +44,10 @@ _SEARCH_BYTES = 64 << 20
 _KEPT_STEPS = 10_000
 _BLOCK = 1 << 20
 _PART = re.compile(r"metrics-(\d{6,})\.jsonl(\.gz)?", re.ASCII)
-_CARRIED = ("evaluation", "checkpoint")
+_KINDS_IN_INDEX = ("evaluation", "checkpoint")
+_KINDS_WITH_STEP = ("step", "evaluation", "checkpoint", "rollback")
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""What reading a damaged part raises."""
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -72,7 +78,7 @@ class MetricsFile:
         self._packer.go()
 
     @property
-    def waits(self) -> bool:
+    def is_disk_full(self) -> bool:
         """Whether the disk did not take the last lines."""
         return bool(self._trouble)
 
@@ -80,8 +86,9 @@ class MetricsFile:
         self._lines.append(msgspec.json.encode(line))
 
     def flush(self) -> str:
-        """Write all lines that the disk takes. Returns a notice for people when that begins or ceases to fail, with the
-        notices among the lines that wait from then on: a view would see them much later."""
+        """Write all lines that the disk takes. Returns a notice for people when that begins or ceases to fail. When it
+        begins, the notices that were added since the last flush follow: views read them from the disk, so they would
+        see them only when there is room again."""
         fresh, self._lines = self._lines, []
         for line in fresh:
             if self._trouble and len(self._waiting) + len(line) > MOST_WAITING_BYTES:
@@ -119,7 +126,7 @@ class MetricsFile:
 
     def _rotate(self) -> None:
         """Give the full part its number, and begin another one. Readers keep the full part open meanwhile."""
-        full = self.path.with_name(f"metrics-{_newest(self.path.parent) + 1:06d}.jsonl")
+        full = self.path.with_name(f"metrics-{newest_part(self.path.parent) + 1:06d}.jsonl")
         self.path.rename(full)
         try:
             fd = _append_to(self.path)
@@ -174,13 +181,13 @@ class _Packer:
 
 def pack(part: Path, is_over: Callable[[], bool] = lambda: False) -> None:
     """Compress a full part and describe it in the index, then remove it. Raises InterruptedError when `is_over`."""
-    known = _index(part.parent)
+    known = read_index(part.parent)
     number = _number(part)
     entry: Record = {"part": number, "first": -1, "last": -1, "lines": 0}
-    entry |= {kind: value for kind, value in known.get(number - 1, {}).items() if kind in _CARRIED}
+    entry |= _last_before(part.with_name(NAME), number - 1)
     packed = part.with_name(part.name + ".gz")
     with drafted(packed) as draft, part.open("rb") as source, gzip.open(draft, "wb", compresslevel=6) as target:
-        for lines in _blocks_of_lines(source):
+        for lines in blocks_of_lines(source):
             if is_over():
                 raise InterruptedError
             target.write(b"\n".join(lines) + b"\n")
@@ -189,6 +196,8 @@ def pack(part: Path, is_over: Callable[[], bool] = lambda: False) -> None:
         fd = _append_to(part.with_name(INDEX))
         with open(fd, "wb") as index:
             index.write(b"\n" * _is_torn(fd) + msgspec.json.encode(entry) + b"\n")
+            index.flush()
+            os.fsync(fd)
     part.unlink()
 
 
@@ -200,15 +209,15 @@ def _is_torn(fd: int) -> bool:
 def _describe(entry: Record, lines: Iterable[bytes]) -> None:
     for line in lines:
         entry["lines"] += 1
-        record = _parse(line)
+        record = parse(line)
         if record is None:
             continue
         kind = record.get("kind")
         if kind == "step":
-            step = int(record["step"])
+            step = record["step"]
             entry["first"] = step if entry["first"] < 0 else min(entry["first"], step)
             entry["last"] = max(entry["last"], step)
-        elif kind in _CARRIED:
+        elif kind in _KINDS_IN_INDEX:
             entry[kind] = record
 
 
@@ -237,6 +246,9 @@ class Tail:
         """The part that is open, or was read last."""
         self._is_present = False
         self._rest = b""
+        self._unreadable: set[int] = set()
+        """Parts of which a notice says that they cannot be read."""
+        self._notices: list[Record] = []
 
     def read(self) -> list[Record]:
         found: list[Record] = []
@@ -244,14 +256,26 @@ class Tail:
             assert self._file is not None
             # The part may be renamed at any time. Nothing is appended after that, so look at the name first.
             is_last = self._is_present and self._is_still_present()
-            data = self._file.read(_BLOCK)
+            try:
+                data = self._file.read(_BLOCK)
+            except UNREADABLE as error:
+                data = b""
+                self._cannot_read(self._number, error)
             *lines, self._rest = (self._rest + data).split(b"\n")
-            found += [record for record in map(_parse, lines) if record is not None]
+            found += [record for record in map(parse, lines) if record is not None]
             if found or (not data and is_last):
                 break
             if not data:
                 self.close()
+        found, self._notices = found + self._notices, []
         return found
+
+    def _cannot_read(self, number: int, error: Exception) -> None:
+        if number not in self._unreadable:
+            self._unreadable.add(number)
+            why = getattr(error, "strerror", None) or str(error)
+            text = f"part {number} of {self._path} cannot be read to its end: {why}; its other records are not shown"
+            self._notices.append({"kind": "unreadable", "text": text})
 
     def _open_next(self) -> bool:
         """Open the part after the last one, or, at the beginning, the part to begin with."""
@@ -262,7 +286,12 @@ class Tail:
             numbers = _numbers(self._path.parent) if self._path.name == NAME else []
             older = [number for number in numbers if number >= wanted]
             if older:
-                opened = _open_part(self._path.parent, older[0])
+                try:
+                    opened = open_part(self._path.parent, older[0])
+                except OSError as error:
+                    self._cannot_read(older[0], error)
+                    self._number = older[0]
+                    continue
                 if opened is None:
                     continue  # it was compressed at this moment
                 self._file, self._number, self._is_present = opened, older[0], False
@@ -273,6 +302,9 @@ class Tail:
                 if not _has_part(self._path, wanted):
                     return False
                 continue
+            except OSError as error:
+                self._cannot_read(wanted, error)
+                return False
             if _has_part(self._path, wanted):  # it was renamed at this moment
                 opened.close()
                 continue
@@ -289,10 +321,18 @@ class Tail:
         if size > size_bytes:
             self._file.seek(size - size_bytes)
             self._rest = b"#"  # the first line is not whole, and is no JSON with this mark
-        elif self._number > 1 and (before := _open_part(self._path.parent, self._number - 1)):
-            with before:
-                self._rest = b"#" + _end_of(before, size_bytes - size)
+        elif self._number > 1:
+            self._rest = self._end_of_the_part_before(size_bytes - size)
         return True
+
+    def _end_of_the_part_before(self, size_bytes: int) -> bytes:
+        try:
+            if before := open_part(self._path.parent, self._number - 1):
+                with before:
+                    return b"#" + _end_of(before, size_bytes)
+        except UNREADABLE as error:
+            self._cannot_read(self._number - 1, error)
+        return b""
 
     def _is_still_present(self) -> bool:
         assert self._file is not None
@@ -312,40 +352,52 @@ class Tail:
         self.close()
 
 
-def carried(path: Path) -> list[Record]:
-    """The last evaluation and the last checkpoint of the run, oldest first, without reading the whole log."""
-    found = {**_carried_before(path), **_carried_in(path)}
+def last_evaluation_and_checkpoint(path: Path) -> list[Record]:
+    """Of the run, oldest first, without reading the whole log."""
+    found = {**_last_before(path, newest_part(path.parent)), **_last_in(path)}
     return sorted(found.values(), key=lambda record: float(record.get("at", 0.0)))
 
 
-def _carried_before(path: Path) -> dict[str, Record]:
-    number = _newest(path.parent)
-    while number > 0:
-        if entry := _index(path.parent).get(number):
-            return {kind: entry[kind] for kind in _CARRIED if kind in entry}
-        # It is not compressed yet: that part, and what came before it.
-        part = path.with_name(f"metrics-{number:06d}.jsonl")
-        if part.exists() and (found := _carried_in(part)):
-            return found
-        number -= 1
-    return {}
-
-
-def _carried_in(path: Path) -> dict[str, Record]:
+def _last_before(path: Path, number: int) -> dict[str, Record]:
+    """The last record of each kind in the parts up to this one. A line of the index says it for all parts before; a
+    part without one is searched."""
     found: dict[str, Record] = {}
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    index = read_index(path.parent) if number > 0 else {}
+    while number > 0 and len(found) < len(_KINDS_IN_INDEX):
+        if entry := index.get(number):
+            return {**{kind: entry[kind] for kind in _KINDS_IN_INDEX if kind in entry}, **found}
+        part = path.with_name(f"metrics-{number:06d}.jsonl")
+        found = {**(_last_in(part) if part.exists() else _last_in_packed(path.parent, number)), **found}
+        number -= 1
+    return found
+
+
+def _last_in(path: Path) -> dict[str, Record]:
+    found: dict[str, Record] = {}
+    with contextlib.suppress(OSError), path.open("rb") as file:
         at = file.seek(0, os.SEEK_END)
         least = max(0, at - _SEARCH_BYTES)
         rest = b""
-        while at > least and len(found) < len(_CARRIED):
+        while at > least and len(found) < len(_KINDS_IN_INDEX):
             begin = max(least, at - _BLOCK)
             file.seek(begin)
             block = file.read(at - begin) + rest
             at = begin
-            for kind in _CARRIED:
+            for kind in _KINDS_IN_INDEX:
                 if kind not in found and (record := _last_of(kind, block, begin == 0)):
                     found[kind] = record
             rest = block[: block.find(b"\n") + 1]
+    return found
+
+
+def _last_in_packed(folder: Path, number: int) -> dict[str, Record]:
+    found: dict[str, Record] = {}
+    with contextlib.suppress(*UNREADABLE):
+        if file := open_part(folder, number):
+            with file:
+                for lines in blocks_of_lines(file):
+                    block = b"\n".join(lines) + b"\n"
+                    found |= {kind: record for kind in _KINDS_IN_INDEX if (record := _last_of(kind, block, True))}
     return found
 
 
@@ -355,79 +407,28 @@ def _last_of(kind: str, block: bytes, is_whole: bool) -> Record | None:
     while (at := block.rfind(b'"kind":"' + kind.encode() + b'"', 0, end)) >= 0:
         begin, close = block.rfind(b"\n", 0, at) + 1, block.find(b"\n", at)
         if close >= 0 and (begin > 0 or is_whole):
-            record = _parse(block[begin:close])
+            record = parse(block[begin:close])
             if record is not None and record.get("kind") == kind:
                 return record
         end = at
     return None
 
 
-class Steps:
-    """The records of single steps, each found by the index, in little memory. Made for steps that are asked for in
-    rising order."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._window = (0, 0, 0, -1)
-        """Of the part that was read last: its number, the first and the end of the steps that were kept, its size."""
-        self._found: dict[int, Record] = {}
-        self._index = _index(path.parent)
-        self.last = self._last()
-        """The last step that was recorded; -1: none."""
-
-    def get(self, step: int) -> Record | None:
-        """The last record of this step: a step that was executed again has several."""
-        newest = _newest(self._path.parent)
-        for number in range(newest + 1, 0, -1):
-            entry = self._index.get(number)
-            if entry is not None and not entry["first"] <= step <= entry["last"]:
-                continue
-            if found := self._in_part(number, number > newest, step):
-                return found
-        return None
-
-    def _in_part(self, number: int, is_present: bool, step: int) -> Record | None:
-        file = self._path.open("rb", buffering=0) if is_present else _open_part(self._path.parent, number)
-        if file is None:
-            return None
-        with file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            part, first, end, size_before = self._window
-            if (part, size_before) != (number, size_bytes) or not first <= step < end:
-                self._window = (number, step, step + _KEPT_STEPS, size_bytes)
-                self._found = {
-                    int(record["step"]): record
-                    for lines in _blocks_of_lines(file)
-                    for record in map(_parse, lines)
-                    if record is not None
-                    and record.get("kind") == "step"
-                    and step <= int(record["step"]) < step + _KEPT_STEPS
-                }
-        return self._found.get(step)
-
-    def _last(self) -> int:
-        last = _last_step(Tail(self._path, RECENT_BYTES))
-        last = max([last, *(int(entry["last"]) for entry in self._index.values())])
-        return last if last >= 0 else _last_step(Tail(self._path))
-
-
-def _last_step(tail: Tail) -> int:
-    last = -1
-    while found := tail.read():
-        last = max([last, *(int(one["step"]) for one in found if one.get("kind") == "step")])
-    return last
-
-
-def _parse(line: bytes) -> Record | None:
-    """The record, or None for a torn line of a killed writer: a view must not end a run because of it."""
+def parse(line: bytes) -> Record | None:
+    """The record, or None for a torn line of a killed writer, or a damaged one: a view must not end a run because of
+    it."""
     try:
         record = msgspec.json.decode(line)
     except msgspec.DecodeError:
         return None
-    return record if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    if record.get("kind") in _KINDS_WITH_STEP and not isinstance(record.get("step"), int):
+        return None
+    return record if isinstance(record.get("at", 0), int | float) else None
 
 
-def _blocks_of_lines(file: File) -> Iterator[list[bytes]]:
+def blocks_of_lines(file: File) -> Iterator[list[bytes]]:
     rest = b""
     while block := file.read(_BLOCK):
         *lines, rest = (rest + block).split(b"\n")
@@ -458,7 +459,7 @@ def _numbers(folder: Path) -> list[int]:
     return [number for number, _ in _parts(folder)]
 
 
-def _newest(folder: Path) -> int:
+def newest_part(folder: Path) -> int:
     return max(_numbers(folder), default=0)
 
 
@@ -474,7 +475,7 @@ def _has_part(path: Path, number: int) -> bool:
     return path.name == NAME and (part.exists() or part.with_name(part.name + ".gz").exists())
 
 
-def _open_part(folder: Path, number: int) -> File | None:
+def open_part(folder: Path, number: int) -> File | None:
     """None: it was compressed between two looks."""
     plain = folder / f"metrics-{number:06d}.jsonl"
     with contextlib.suppress(FileNotFoundError):
@@ -484,9 +485,16 @@ def _open_part(folder: Path, number: int) -> File | None:
     return None
 
 
-def _index(folder: Path) -> dict[int, Record]:
+def read_index(folder: Path) -> dict[int, Record]:
     """Part -> its line of the index. A part without one is read instead."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         lines = (folder / INDEX).read_bytes().split(b"\n")
-        return {int(entry["part"]): entry for entry in map(_parse, lines) if entry is not None and "part" in entry}
+        return {entry["part"]: entry for entry in map(parse, lines) if entry is not None and _is_sound(entry)}
     return {}
+
+
+def _is_sound(entry: Record) -> bool:
+    kept = [entry[kind] for kind in _KINDS_IN_INDEX if kind in entry]
+    return all(isinstance(entry.get(name), int) for name in ("part", "first", "last")) and all(
+        isinstance(record, dict) and isinstance(record.get("step"), int) for record in kept
+    )

@@ -25,7 +25,7 @@ def reported(path: Path) -> tuple[Seen, Seen]:
     tail = Tail(path, RECENT_BYTES)  # holds many more steps than are remembered
     while found := tail.read():
         for entry in found:
-            if entry.get("kind") == "step":
+            if entry.get("kind") == "step" and "fingerprint" in entry:
                 steps.append((int(entry["step"]), str(entry["fingerprint"])))
             elif entry.get("kind") == "evaluation":
                 evaluations.append((int(entry["step"]), ""))

@@ -5,8 +5,8 @@ signed, are malformed, are not allowed for their sender (rules/authorization.py)
 An event is two frames, its signature and the msgpack bytes; a command is one frame. Heartbeats and ticks are not
 written to the journal; decisions are, as the state machine's Records.
 
-While the journal's disk has no room, a decision waits, and everything after it (`_append`): to the members that is a
-coordinator that is away, and they train on. Messages are received meanwhile, and handled afterwards.
+While the journal's disk has no room, a decision waits, and everything after it (`_append`). Members train on, as while
+no coordinator runs. Messages are received meanwhile, and handled afterwards; requests from outside are answered.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _perform(server: Server, outputs: Iterable[s.Output], sender: bytes) -> bool
                 _record(server, entry)
             case s.Report(line):
                 server.metrics.add(line)
-                if server.metrics.waits and line["kind"] == "notice":  # a view would see it much later
+                if server.metrics.is_disk_full and line["kind"] == "notice":  # views read it when there is room
                     _say(line["text"])
             case s.Send(worker, command):
                 _send(server, worker, command)
@@ -279,6 +279,10 @@ def _stand_by(server: Server, seconds: float) -> None:
     while (left_s := until - time.monotonic()) > 0:
         server.socket.poll(math.ceil(left_s * 1000))
         for identity, event in _from_socket(server):
+            if (answer := _meanwhile(server, event)) is not None:
+                _post(server, identity, answer)
+                if not answer.ok:
+                    continue
             key = _repeated(event) or object()
             server.backlog.pop(key, None)
             server.backlog[key] = identity, event
@@ -286,6 +290,19 @@ def _stand_by(server: Server, seconds: float) -> None:
     for identity in server.engines.values():
         _post(server, identity, m.Answer(server.state.epoch, True, "heard"))
     _flush(server)
+
+
+def _meanwhile(server: Server, event: m.Event) -> m.Answer | None:
+    """The answer to an outside process, which would hear nothing before there is room. One that is not `ok` is all:
+    the request is forgotten."""
+    match event:
+        case m.StopRequested() | m.ScaleRequested() | m.ServersRequested() | m.CheckpointRequested():
+            text = "the coordinator waits for room on the run's disk; the request is kept: free some space"
+            return m.Answer(server.state.epoch, True, text)
+        case m.JoinRequested():  # its process would be gone by the time of the answer
+            text = "the coordinator waits for room on the run's disk: free some space, and repeat the command"
+            return m.Answer(server.state.epoch, False, text)
+    return None
 
 
 def _repeated(event: m.Event) -> tuple[str, object] | None:
@@ -297,6 +314,8 @@ def _repeated(event: m.Event) -> tuple[str, object] | None:
             return ("server", server)
         case m.Heartbeat(worker=worker, reports=[], evaluations=[]):
             return ("worker", worker)
+        case m.StopRequested(reason=reason, at_once=at_once):
+            return ("stop", (reason, at_once))
     return None
 
 

@@ -72,7 +72,7 @@ class Agent:
         """The run's end, after the coordinator has reported it."""
         self.is_sent_back = False
         """The run was started again, or another one with the same key is at its address."""
-        self.insistence: list[Event] = []
+        self.repeated_events: list[Event] = []
         """Events that are sent again with every report, because the coordinator must receive them."""
         self._launch = launch
         self._credential = authority.agent()
@@ -115,7 +115,7 @@ class Agent:
                 self.room.servers,
             )
         )
-        for event in self.insistence:
+        for event in self.repeated_events:
             self.send(event)
 
     def serve(self, timeout_s: float) -> None:

@@ -6,16 +6,12 @@ that sees its directory.
 
 from __future__ import annotations
 
-import contextlib
-import json
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from distbelief.control.addresses import host_name
-from distbelief.coordinator.client import ADVERTISEMENT
+from distbelief.coordinator.journal import JournalTail
 
 _AT_ONCE = 1 << 20
 
@@ -32,6 +28,7 @@ class GrowingFile:
         """The next lines, at most 1 MiB of them."""
         try:
             with self._path.open("rb") as file:
+                self._read = min(self._read, os.fstat(file.fileno()).st_size)  # a log may be cut off
                 file.seek(self._read)
                 data = file.read(_AT_ONCE)
         except OSError:  # the file does not exist yet
@@ -41,15 +38,6 @@ class GrowingFile:
             whole = data  # one endless line: a progress bar
         self._read += len(whole) + len(end)
         return whole.split(b"\n") if whole or end else []
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """All new lines, as JSON objects."""
-        while lines := self.lines():
-            for line in lines:
-                with contextlib.suppress(msgspec.MsgspecError):  # a killed coordinator left half a line
-                    record = msgspec.json.decode(line)
-                    if isinstance(record, dict):
-                        yield record
 
 
 class Logs:
@@ -77,7 +65,10 @@ class History:
     """The facts of a run's journal that a reader beside the run asks for."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._journal = GrowingFile(run_dir / "journal.jsonl")
+        self._journal = JournalTail(run_dir / "journal.jsonl")
+        self._forget()
+
+    def _forget(self) -> None:
         self.began_at: float | None = None
         """When the run began, or was resumed (seconds since 1970)."""
         self.generation = 0
@@ -87,9 +78,10 @@ class History:
 
     def read(self) -> bool:
         """Take in the new records. Returns whether there were any."""
-        news = False
-        for record in self._journal.records():
-            news = True
+        news = self._journal.read()
+        if self._journal.is_void:
+            self._forget()
+        for record in news:
             match record.get("kind"):
                 case "ended":
                     self.ended = record
@@ -99,20 +91,4 @@ class History:
                     self.generation, self.workers = int(record["generation"]), len(record["members"])
             if self.began_at is None and "at" in record:
                 self.began_at = float(record["at"])
-        return news
-
-
-def seems_gone(run_dir: Path) -> bool:
-    """Whether the run has no coordinator, as far as files and this host's processes show.
-
-    A coordinator that is restarted is gone for a moment too. Of a coordinator on another host nothing is known.
-    """
-    try:
-        known = json.loads((run_dir / ADVERTISEMENT).read_text())
-        if known["host"] != host_name():
-            return False
-        return b"distbelief.coordinator" not in Path(f"/proc/{int(known['pid'])}/cmdline").read_bytes()
-    except FileNotFoundError:  # of the file, or of the process
-        return True
-    except (OSError, ValueError, KeyError, TypeError):  # another user's run
-        return False
+        return bool(news)

@@ -252,7 +252,7 @@ def _leave(agent: Agent) -> None:
     """Take no new members, and ask for a leave of every worker here. The request is repeated until they are gone."""
     agent.room.workers = agent.room.servers = 0
     agent.hosting.cancel()
-    agent.insistence = [LeaveRequested(worker) for worker in agent.hosting.running("worker")]
+    agent.repeated_events = [LeaveRequested(worker) for worker in agent.hosting.running("worker")]
 
 
 def _status(agent: Agent, signals: Signals, say: Say) -> int:

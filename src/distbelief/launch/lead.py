@@ -184,7 +184,7 @@ class _Lead:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._signals.wake_fd)
         word = StopRequested(f"{signal_name(self._signals.received)} received", at_once=self._signals.count > 1)
-        self._agent.insistence = [word]
+        self._agent.repeated_events = [word]
         self._agent.send(word)
         grace_s = GRACE_S if self._signals.count == 1 else 0.0
         if grace_s and self._launch.options.saves:  # the coordinator ends the run earlier if a checkpoint is sealed

@@ -27,6 +27,8 @@ class PlainView:
         self._print(f"{text.count(workers, 'worker')}, run directory {run_dir}")
 
     def log(self, source: str, line: str) -> None:
+        if self._follower is not None:
+            self._follower.logged(source, line)
         self._print(f"[{source}] {text.last_line(line)}")
 
     def refresh(self) -> None:
@@ -56,8 +58,8 @@ class PlainView:
                 self._print(evaluation_line(progress))
             case "checkpoint":
                 self._print(checkpoint_line(record))
-            case "notice":
-                self._print(progress.notices[-1])
+            case "notice" | "unreadable":
+                self._print(progress.notice)
 
     def _show_step(self, progress: Progress) -> None:
         self._shown_step = progress.step

@@ -6,22 +6,24 @@ files.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distbelief.coordinator.metricsfile import NAME, RECENT_BYTES, Record, Tail, carried
+from distbelief.coordinator.metricsfile import NAME, RECENT_BYTES, Record, Tail, last_evaluation_and_checkpoint
 
 WINDOW_STEPS = 64
 """Speed is the median over this number of steps: long enough to ignore an evaluation, short enough to show a change."""
 WINDOW_S = 10.0
 """A worker's shares of time are taken over this number of seconds, by the records' times."""
 SMOOTHING = 0.9
-KEPT_NOTICES = 100
+_MOST_LOGGED = 100
 CLEARLY_SLOWER = 1.10
 """Below this ratio to the other workers, the slowest worker is slow by chance and is not named."""
 
@@ -88,7 +90,8 @@ class Progress:
     snapshots: tuple[tuple[float, Mapping[int, Record]], ...] = ()
     """Recent (time, worker -> cumulative timings) of this generation, oldest first."""
     workers: tuple[WorkerLoad, ...] = ()
-    notices: tuple[str, ...] = ()
+    notice: str = ""
+    """The last one."""
 
     @property
     def samples_per_s(self) -> float | None:
@@ -117,8 +120,8 @@ def advance(progress: Progress, record: Record) -> Progress:
             return replace(progress, saved_step=int(record["step"]))
         case "workers":
             return _workers(progress, record)
-        case "notice":
-            return replace(progress, notices=(*progress.notices, str(record["text"]))[-KEPT_NOTICES:])
+        case "notice" | "unreadable":
+            return replace(progress, notice=str(record["text"]))
     return progress
 
 
@@ -226,27 +229,48 @@ class Follower:
         self._tail = Tail(self._metrics, RECENT_BYTES)
         self._job = run_dir / "job.json"
         self._described = False
+        self._logged: deque[str] = deque(maxlen=_MOST_LOGGED)
+        self._unreadable: list[Record] = []
+        """What could not be read while catching up: it is news for a view."""
 
     def catch_up(self) -> Progress:
         """Read what shows the present state."""
-        for record in carried(self._metrics):
-            self.progress = advance(self.progress, record)
-        for _ in self.poll():
-            pass
+        for record in last_evaluation_and_checkpoint(self._metrics):
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # a damaged line
+                self.progress = advance(self.progress, record)
+        self._unreadable = [record for record, _ in self.poll() if record.get("kind") == "unreadable"]
         return self.progress
 
     def poll(self) -> Iterator[tuple[Record, Progress]]:
         if not self._described:
             self._describe()
-        while found := self._tail.read():
+        while found := self._unreadable + self._tail.read():
+            self._unreadable = []
             for record in found:
-                self.progress = advance(self.progress, record)
-                yield record, self.progress
+                try:
+                    self.progress = advance(self.progress, record)
+                except (KeyError, TypeError, ValueError, AttributeError):
+                    continue  # a damaged line, as one that is no JSON
+                if record.get("kind") != "notice" or not self._was_logged(self.progress.notice):
+                    yield record, self.progress
+
+    def logged(self, source: str, line: str) -> None:
+        """A view has shown this line of a process. A coordinator without room on its disk prints its notices too, and
+        they come again among the records when there is room."""
+        if source == "coordinator":
+            self._logged.append(line.removeprefix("coordinator: ").rstrip())
+
+    def _was_logged(self, notice: str) -> bool:
+        first = notice.partition("\n")[0].removeprefix("the coordinator: ").rstrip()
+        if first not in self._logged:
+            return False
+        self._logged.remove(first)
+        return True
 
     def _describe(self) -> None:
         try:
             job = _parse(self._job.read_bytes())
-        except FileNotFoundError:
+        except OSError:  # not there yet, or only its owner may read it
             return
         if job is not None:  # otherwise the file is still being written
             self.progress = describe(self.progress, job)

@@ -53,22 +53,30 @@ class TerminalView:
         self._live.start()
 
     def log(self, source: str, line: str) -> None:
+        if self._follower is not None:
+            self._follower.logged(source, line)
         prefix = Text(f"{source} │ ", style=source_colour(source))
         self._console.print(prefix + Text.from_ansi(text.last_line(line)), soft_wrap=True)
 
     def refresh(self) -> None:
-        if self._follower is None or self._live is None:
-            return
+        if self._live is not None:
+            self._show_news(self._live)
+
+    def _show_news(self, live: Live) -> None:
+        assert self._follower is not None
         for record, progress in self._follower.poll():
-            if record.get("kind") == "notice":
-                self._console.print(Text(progress.notices[-1], style="bold"), soft_wrap=True)
-        self._live.update(self._frame(), refresh=True)
+            if record.get("kind") in ("notice", "unreadable"):
+                self._console.print(Text(progress.notice, style="bold"), soft_wrap=True)
+        live.update(self._frame(), refresh=True)
 
     def close(self) -> None:
-        self.refresh()
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live is None:
+            return
+        try:
+            self._show_news(live)
+        finally:  # the terminal is as it was, whatever the records are
+            live.stop()
 
     def _frame(self) -> RenderableType:
         progress = self._follower.progress if self._follower is not None else Progress()

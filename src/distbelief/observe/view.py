@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TextIO, cast
 
@@ -55,16 +57,52 @@ class ViewStream(io.TextIOBase):
         return getattr(self._stream, "encoding", None) or "utf-8"
 
 
-def open_view(stream: TextIO, *, plain: bool = False, elapsed_s: float = 0.0) -> View:
+class GuardedView:
+    """A view whose errors end the view only. What a view reads may be damaged in ways that nobody has thought of."""
+
+    def __init__(self, view: View, stream: TextIO) -> None:
+        self.view = view
+        self._stream = stream
+        self._is_silent = False
+
+    def started(self, run_dir: Path, workers: int) -> None:
+        self._attempt(lambda: self.view.started(run_dir, workers))
+
+    def log(self, source: str, line: str) -> None:
+        self._attempt(lambda: self.view.log(source, line))
+
+    def refresh(self) -> None:
+        self._attempt(self.view.refresh)
+
+    def close(self) -> None:
+        self._attempt(self.view.close)
+
+    def _attempt(self, show: Callable[[], None]) -> None:
+        if self._is_silent:
+            return
+        try:
+            show()
+        except Exception as error:
+            self._is_silent = True
+            with contextlib.suppress(Exception):  # a live view gives the terminal back
+                self.view.close()
+            why = traceback.format_exception_only(error)[-1].strip()
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(where.filename).name}, line {where.lineno}"
+            text = f"the view of the run has failed and is closed, the run itself goes on: {why} ({place})"
+            print(text, file=self._stream, flush=True)
+
+
+def open_view(stream: TextIO, *, plain: bool = False, elapsed_s: float = 0.0) -> GuardedView:
     """The live view on a terminal with cursor movement; plain lines everywhere else. `elapsed_s`: how long the run has
     been going on."""
     lenient = cast(TextIO, ViewStream(stream))
     if plain or not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
         from distbelief.observe.plain import PlainView
 
-        return PlainView(lenient)
+        return GuardedView(PlainView(lenient), lenient)
     from rich.console import Console
 
     from distbelief.observe.terminal import TerminalView
 
-    return TerminalView(Console(file=lenient), elapsed_s=elapsed_s)
+    return GuardedView(TerminalView(Console(file=lenient), elapsed_s=elapsed_s), lenient)

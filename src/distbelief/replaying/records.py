@@ -14,7 +14,8 @@ import msgspec
 from distbelief.checkpoint.records import read_record
 from distbelief.control.messages import Canary, WorkerFailed
 from distbelief.coordinator.journal import read as read_journal
-from distbelief.coordinator.metricsfile import NAME, Steps
+from distbelief.coordinator.metricsfile import NAME
+from distbelief.coordinator.steps import Steps
 from distbelief.errors import DistBeliefError
 from distbelief.launch.launch import Launch, read_launch
 from distbelief.launch.rundir import ended

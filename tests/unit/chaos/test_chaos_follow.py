@@ -6,8 +6,8 @@ import os
 from functools import reduce
 from pathlib import Path
 
-from distbelief.chaos.follow import JournalTail, Record, RunFollower, Seen, advance
-from distbelief.coordinator.journal import Journal
+from distbelief.chaos.follow import Record, RunFollower, Seen, advance
+from distbelief.coordinator.journal import Journal, JournalTail
 
 
 def generation(number: int, members: dict[int, int], at: float) -> Record:
@@ -42,6 +42,7 @@ def test_records_come_once_through_torn_ends(tmp_path: Path) -> None:
         journal.append({"kind": "a"})
         assert [r["kind"] for r in tail.read()] == ["epoch", "a"]
         assert tail.read() == []
+        assert not tail.is_void
     with path.open("ab") as file:
         file.write(b'{"kind":"torn and very much longer than what follows')
     assert tail.read() == []
@@ -52,9 +53,16 @@ def test_records_come_once_through_torn_ends(tmp_path: Path) -> None:
         journal.append({"kind": "refused by the disk"})
         assert len(tail.read()) == 1
         os.truncate(path, whole)
-        assert tail.read() == []
+        assert [r["kind"] for r in tail.read()] == ["epoch", "a", "epoch", "b"]
+        assert tail.is_void, "what it has read is cut off"
         journal.append({"kind": "c"})
         assert [r["kind"] for r in tail.read()] == ["c"]
+        os.truncate(path, whole)
+        journal.append({"kind": "longer than the one before"})
+        assert [r["kind"] for r in tail.read()][-1] == "longer than the one before"
+        assert tail.is_void
+        assert tail.read() == []
+        assert not tail.is_void
 
 
 def test_a_run_directory(tmp_path: Path) -> None:

@@ -92,13 +92,19 @@ def test_an_interrupt_is_130(error: BaseException) -> None:
     assert "error" in json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("error", ["EOFError()", "BrokenPipeError(32, 'pipe')"])
-def test_an_end_inside_of_the_program_is_no_abort(error: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [("EOFError()", "has ended too early: EOFError"), ("BrokenPipeError(32, 'pipe')", "has ended: [Errno 32] pipe")],
+)
+def test_an_end_inside_of_the_program_is_no_abort(error: str, words: str) -> None:
     """typer says "Aborted." of the first, and nothing of the second."""
     code = f"from {__name__} import command_that_raises as made; made({error})(['fail'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("RuntimeError: a process ")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("RuntimeError: ")
+    assert last.endswith(words)
+    assert ".py, line " in last, "where"
     assert "Aborted" not in done.stderr
 
 

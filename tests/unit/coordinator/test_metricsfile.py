@@ -15,7 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.coordinator.metricsfile import INDEX, NAME, MetricsFile, Steps, Tail, carried, pack, records
+from distbelief.coordinator import steps as steps_of_a_log
+from distbelief.coordinator.metricsfile import (
+    INDEX,
+    NAME,
+    MetricsFile,
+    Tail,
+    last_evaluation_and_checkpoint,
+    pack,
+    records,
+)
+from distbelief.coordinator.runfiles import reported
+from distbelief.coordinator.steps import Steps
 from distbelief.observe.records import Follower
 
 PART = 4000
@@ -174,11 +185,100 @@ def test_what_a_view_starts_with_after_a_rotation(tmp_path: Path) -> None:
     checkpoint = {"kind": "checkpoint", "step": 12, "at": 12.0}
     write(tmp_path, [evaluation(10), *(step(number) for number in range(20)), checkpoint, *map(step, range(20, 90))])
     packed(tmp_path)
-    assert carried(tmp_path / NAME) == [evaluation(10), checkpoint]
+    assert last_evaluation_and_checkpoint(tmp_path / NAME) == [evaluation(10), checkpoint]
     follower = Follower(tmp_path)
     shown = follower.catch_up()
     assert (shown.step, shown.metrics_step, shown.saved_step) == (90, 10, 12)
     assert len(shown.intervals) > 10, "speed is known at once"
+
+
+def test_a_part_that_cannot_be_read_costs_its_own_records_only(tmp_path: Path) -> None:
+    write(tmp_path, [evaluation(0), *(step(number) for number in range(200))])
+    packed(tmp_path)
+    whole = [json.loads(line) for line in (tmp_path / INDEX).read_text().splitlines()]
+    second = tmp_path / "metrics-000002.jsonl.gz"
+    second.write_bytes(second.read_bytes()[:-40])
+    (tmp_path / "metrics-000003.jsonl.gz").write_bytes(b"no gzip at all")
+    found = list(records(tmp_path / NAME))
+    steps = {one["step"] for one in found if one["kind"] == "step"}
+    lost = {number for number in range(200) if any(one["first"] <= number <= one["last"] for one in whole[1:3])}
+    assert set(range(200)) - lost <= steps
+    told = [one["text"] for one in found if one["kind"] == "unreadable"]
+    assert [text.partition(" of ")[0] for text in told] == ["part 2", "part 3"]
+    assert "cannot be read to its end" in told[0]
+    index = Steps(tmp_path / NAME)
+    assert index.get(whole[2]["first"]) is None
+    assert index.get(199) == step(199)
+    assert [one["step"] for one in last_evaluation_and_checkpoint(tmp_path / NAME)] == [0]
+
+
+def test_a_view_tells_of_the_part_that_it_could_not_read_while_it_caught_up(tmp_path: Path) -> None:
+    write(tmp_path, [step(number) for number in range(100)])
+    packed(tmp_path)
+    newest = max(tmp_path.glob("metrics-0*.gz"))
+    newest.write_bytes(newest.read_bytes()[:-40])
+    follower = Follower(tmp_path)
+    follower.catch_up()
+    assert [record["kind"] for record, _ in follower.poll()] == ["unreadable"]
+    assert list(follower.poll()) == []
+
+
+def test_a_line_whose_fields_are_damaged_is_passed_over(tmp_path: Path) -> None:
+    damaged = [
+        {"kind": "step"},
+        {"kind": "step", "step": "x", "at": 1.0},
+        {"kind": "step", "step": 7, "at": []},
+        {"kind": "step", "step": 7, "at": 1.0},
+        {"kind": "workers", "at": 2.0},
+        {"kind": "notice"},
+    ]
+    lines = [step(0), *damaged, step(1)]
+    (tmp_path / NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / INDEX).write_text(
+        '{"part":"x"}\n{"part":1,"first":null,"last":3}\n[]\n{"part":1,"first":0,"last":1,"checkpoint":5}\n'
+    )
+    assert [one["step"] for one in records(tmp_path / NAME) if one["kind"] == "step"] == [0, 7, 1]
+    progress = Follower(tmp_path).catch_up()
+    assert (progress.step, progress.loss) == (2, 0.5)
+    assert Steps(tmp_path / NAME).last == 7
+    assert reported(tmp_path / NAME)[0].values == {0: "f0", 1: "f1"}
+
+
+def test_the_last_evaluation_and_the_last_checkpoint_may_lie_in_different_parts(tmp_path: Path) -> None:
+    """Neither part has a line in the index, nor has the part before: a crash of the machine has lost it."""
+    checkpoint = {"kind": "checkpoint", "step": 12, "at": 12.0}
+    parts = [[checkpoint, step(1)], [evaluation(5), step(2)], [step(3)]]
+    for number, lines in enumerate(parts, start=1):
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        (tmp_path / f"metrics-{number:06d}.jsonl").write_text(text)
+    assert last_evaluation_and_checkpoint(tmp_path / NAME) == [evaluation(5), checkpoint]
+    packed(tmp_path)
+    (tmp_path / INDEX).unlink()
+    assert last_evaluation_and_checkpoint(tmp_path / NAME) == [evaluation(5), checkpoint]
+    (tmp_path / "metrics-000004.jsonl").write_text(json.dumps(step(4)) + "\n")
+    pack(tmp_path / "metrics-000004.jsonl")
+    entry = json.loads((tmp_path / INDEX).read_text())
+    assert (entry["evaluation"], entry["checkpoint"]) == (evaluation(5), checkpoint)
+
+
+def test_old_and_new_steps_by_turns_read_each_part_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, [step(number) for number in range(200)])
+    packed(tmp_path)
+    steps = Steps(tmp_path / NAME)
+    read: list[int] = []
+    blocks = steps_of_a_log.blocks_of_lines
+    monkeypatch.setattr(steps_of_a_log, "blocks_of_lines", lambda file: read.append(1) or blocks(file))
+    for old, new in zip(range(10), range(190, 200), strict=True):
+        assert (steps.get(old), steps.get(new)) == (step(old), step(new))
+    assert len(read) <= 3, "the first part, the last part, and the present one"
+
+
+def test_a_kill_between_the_two_halves_of_a_rotation(tmp_path: Path) -> None:
+    write(tmp_path, [step(number) for number in range(100)])
+    (tmp_path / NAME).unlink()
+    steps = Steps(tmp_path / NAME)
+    assert steps.get(steps.last) == step(steps.last)
+    assert steps.get(steps.last + 1) is None
 
 
 def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:

@@ -226,7 +226,13 @@ def test_a_decision_waits_for_room_on_the_disk_and_nothing_is_carried_out_before
             attach(engine)
         assert process.records()[-1]["kind"] == "generation", "the death is not recorded"
         assert not workers[0].poll(0), "and nobody was told"
+        for request, is_kept in ((m.CheckpointRequested(), True), (m.JoinRequested(pid=1), False)):
+            tell(facts, request)
+            answer = told(facts)
+            assert (answer.ok, "waits for room" in answer.text) == (is_kept, True)
         process.limit_files(before)
+        assert "without checkpoints" in told(facts).text, "it is handled when there is room"
+        assert not facts.poll(0)
         command = told(workers[0])
         assert isinstance(command, m.StartGeneration)
         assert [one["lost"] for one in process.records() if one["kind"] == "generation"] == [[], [1]]

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
-from distbelief.control.addresses import host_name
-from distbelief.launch.growing import GrowingFile, History, Logs, seems_gone
-
-
-def write(run_dir: Path, *records: dict[str, Any]) -> None:
-    with (run_dir / "journal.jsonl").open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+from distbelief.coordinator.journal import Journal, replace_damaged
+from distbelief.launch.growing import GrowingFile, History, Logs
+from tests.support.coordinator.journals import write
 
 
 def test_each_line_is_read_once_and_whole(tmp_path: Path) -> None:
@@ -55,7 +46,7 @@ def test_the_history_of_a_run_that_is_resumed(tmp_path: Path) -> None:
     history.read()
     assert history.ended
     with (tmp_path / "journal.jsonl").open("a") as file:
-        file.write('ch"}\n')
+        file.write("ch\n")  # its checksum is missing
     write(tmp_path, {"kind": "resumed", "at": 20.0})
     history.read()
     assert (history.began_at, history.ended) == (20.0, None)
@@ -74,22 +65,41 @@ def test_logs_from_now_on(tmp_path: Path) -> None:
     assert list(found.lines()) == [("worker 0", "after"), ("worker 1", "after")]
 
 
-def test_a_coordinator_that_is_there_or_gone(tmp_path: Path) -> None:
-    assert seems_gone(tmp_path)
-    command = [sys.executable, "-c", "input()", "distbelief.coordinator"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+def test_a_log_that_was_cut_off_is_read_on(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    growing = GrowingFile(path)
+    path.write_bytes(b"one\ntwo\n")
+    assert growing.lines() == [b"one", b"two"]
+    os.truncate(path, 4)
+    assert growing.lines() == []
+    path.write_bytes(b"one\nthree\n")
+    assert growing.lines() == [b"three"]
 
-        def advertise(host: str, pid: int) -> None:
-            (tmp_path / "coordinator.json").write_text(json.dumps({"host": host, "pid": pid}))
 
-        advertise(host_name(), process.pid)
-        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():  # empty for a moment of its start
-            time.sleep(0.01)
-        assert not seems_gone(tmp_path)
-        advertise(host_name(), os.getpid())  # the number belongs to another process by now
-        assert seems_gone(tmp_path)
-        advertise("another host", os.getpid())
-        assert not seems_gone(tmp_path)
-        advertise(host_name(), process.pid)
-        process.communicate(b"\n")
-    assert seems_gone(tmp_path)
+def test_an_end_that_was_cut_off_again_is_no_end(tmp_path: Path) -> None:
+    """A disk refused to make the record durable; the coordinator died, and the next one goes on with the run."""
+    history, path = History(tmp_path), tmp_path / "journal.jsonl"
+    with Journal.open(path) as journal:
+        journal.append({"kind": "generation", "at": 5.0, "generation": 1, "members": [0, 1]})
+        whole = path.stat().st_size
+        journal.append({"kind": "ended", "at": 9.0, "status": "failed"})
+        history.read()
+        assert history.ended
+    os.truncate(path, whole)
+    with Journal.open(path) as journal:  # its first record is as long as the one that was cut off, or longer
+        journal.append({"kind": "generation", "at": 6.0, "generation": 2, "members": [0, 1, 2]})
+        assert history.read()
+    assert (history.ended, history.generation, history.workers) == (None, 2, 3)
+
+
+def test_a_journal_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    history, path = History(tmp_path), tmp_path / "journal.jsonl"
+    write(tmp_path, {"kind": "generation", "at": 5.0, "generation": 1, "members": [0]}, {"kind": "lost"}, {"kind": "x"})
+    write(tmp_path, {"kind": "ended", "at": 9.0, "status": "stopped"})
+    history.read()
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"lost"', b'"list"'))
+    replace_damaged(path)
+    write(tmp_path, {"kind": "resumed", "at": 20.0}, {"kind": "scaled"})
+    history.read()
+    assert (history.began_at, history.generation, history.ended) == (20.0, 1, None)

@@ -82,6 +82,21 @@ def test_notices_and_logs_are_whole_lines(tmp_path: Path) -> None:
     assert stream.getvalue().splitlines()[1:] == ["worker 1 was lost", "[worker 0] 20 %", "[coordinator] hello"]
 
 
+def test_a_notice_that_the_coordinator_has_printed_is_not_shown_again(tmp_path: Path) -> None:
+    """Its disk had no room: the line is written to the log of steps when there is some."""
+    view, stream = started(tmp_path)
+    view.log("coordinator", "coordinator: the journal can be written again after 3 s")
+    view.log("coordinator", "step 3 is not saved")
+    view.log("worker 1", "worker 1 was lost")
+    texts = ["step 3 is not saved", "the coordinator: the journal can be written again after 3 s", "worker 1 was lost"]
+    append(tmp_path, *({"kind": "notice", "text": text} for text in texts))
+    view.refresh()
+    assert stream.getvalue().splitlines()[4:] == ["worker 1 was lost"], "a worker's own line is no notice"
+    append(tmp_path, {"kind": "notice", "text": "step 3 is not saved"})
+    view.refresh()
+    assert stream.getvalue().splitlines()[5:] == ["step 3 is not saved"], "it has happened again"
+
+
 def test_logs_come_before_the_start_and_closing_without_one_is_fine() -> None:
     stream = io.StringIO()
     view = PlainView(stream)

@@ -89,7 +89,7 @@ def test_evaluations_notices_and_unknown_kinds() -> None:
         {},
     )
     assert (progress.metrics, progress.metrics_step) == ({"accuracy": 0.5}, 3)
-    assert progress.notices == ("worker 1 was lost",)
+    assert progress.notice == "worker 1 was lost"
 
 
 @settings(deadline=None)  # a noisy machine is no failure

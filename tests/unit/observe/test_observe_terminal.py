@@ -121,13 +121,13 @@ def test_a_worker_keeps_its_colour() -> None:
 
 def test_the_view_fits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(open_view(io.StringIO()), PlainView)
+    assert isinstance(open_view(io.StringIO()).view, PlainView)
     main, other = pty.openpty()
     with os.fdopen(main, "rb", buffering=0), os.fdopen(other, "w") as terminal:
-        assert isinstance(open_view(terminal), TerminalView)
-        assert isinstance(open_view(terminal, plain=True), PlainView)
+        assert isinstance(open_view(terminal).view, TerminalView)
+        assert isinstance(open_view(terminal, plain=True).view, PlainView)
         monkeypatch.setenv("TERM", "dumb")
-        assert isinstance(open_view(terminal), PlainView)
+        assert isinstance(open_view(terminal).view, PlainView)
 
 
 def divided(*places: str) -> Progress:

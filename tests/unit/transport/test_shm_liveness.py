@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from distbelief.transport.shm import futexflags
 from distbelief.transport.shm.futexflags import LIVENESS_BYTES, ThreadLiveness
+
+
+@pytest.fixture(autouse=True, params=["this glibc", "glibc before 2.30"])
+def glibc(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param != "this glibc":
+        monkeypatch.setattr(futexflags, "_clock_lock", None)
+    return str(request.param)
 
 
 class Child:
@@ -101,3 +109,10 @@ def test_a_held_life_keeps_its_memory_when_nobody_else_does() -> None:
     second = ThreadLiveness(mmap.mmap(-1, LIVENESS_BYTES), 0)
     second.begin()
     second.end()
+
+
+def test_a_clock_that_is_set_back_lengthens_no_wait(child, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, life = child(lambda life: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(futexflags.time, "time", lambda: pytest.fail("a clock that can be set was read"))
+        assert life.watch(0.05) == "alive"

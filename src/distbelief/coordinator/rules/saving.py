@@ -62,7 +62,9 @@ def stop_after_save(state: State, reason: str, now: float) -> Result:
     if state.saves.stopping:
         return state, []
     state = replace(state, saves=replace(state.saves, stopping=reason, stopping_at=now))
-    text = f"{reason}: the run stops when a checkpoint is saved; a second signal stops it at once"
+    text = f"{reason}: the run stops when a checkpoint is saved"
+    if reason.startswith("SIG"):  # otherwise a command beside the run has asked for it
+        text += "; a second signal stops it at once"
     if state.finished:  # some members have finished, so all will: the last checkpoint follows
         return state, [say(text, now)]
     state, outputs = _ask(state, now)

@@ -226,9 +226,12 @@ def _ticked(state: State, event: Ticked, now: float) -> Result:
 
 def _stopped(state: State, event: m.StopRequested, now: float) -> Result:
     if event.at_once or not saving.can_save(state):
-        return end(state, "stopped", event.reason, now)
-    state, outputs = saving.stop_after_save(state, event.reason, now)
-    return state, [Reply(m.Answer(state.epoch, True, "the run stops when a checkpoint is saved")), *outputs]
+        state, outputs = end(state, "stopped", event.reason, now)
+        text = "the run stops; it saves no checkpoint"
+    else:
+        state, outputs = saving.stop_after_save(state, event.reason, now)
+        text = "the run stops when a checkpoint is saved"
+    return state, [Reply(m.Answer(state.epoch, True, text)), *outputs]
 
 
 def _broken(state: State, event: CoordinatorFailed, now: float) -> Result:

@@ -16,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from distbelief.coordinator.journal import JournalTail
 from distbelief.coordinator.rules.saving import STOP_S
 from distbelief.errors import DistBeliefError, RunFailed, RunInterrupted
-from distbelief.launch.growing import GrowingFile, Logs
+from distbelief.launch.growing import Logs
 from distbelief.launch.launch import Invitation, Launch, Observer
 from distbelief.launch.lead import authority_of
 from distbelief.launch.pollloop import Signals
@@ -265,13 +266,16 @@ class Target:
     """The wanted number of workers: as at the start, until `distbelief scale` changes it in the journal."""
 
     def __init__(self, run_dir: Path, workers: int) -> None:
-        self._journal = GrowingFile(run_dir / "journal.jsonl")
-        self._workers = workers
+        self._journal = JournalTail(run_dir / "journal.jsonl")
+        self._workers = self._at_start = workers
         self._ended = False
 
     def read(self) -> tuple[int, bool]:
         """(workers, whether the run has ended)"""
-        for record in self._journal.records():
+        news = self._journal.read()
+        if self._journal.is_void:
+            self._workers, self._ended = self._at_start, False
+        for record in news:
             if record.get("kind") == "scaled":
                 self._workers = int(record["target"])
             if record.get("kind") in ("ended", "resumed"):

@@ -40,6 +40,8 @@ TIMED = (Instrument("wait", __name__, "FutexFlags", ("await_all",)),)
 supported = _SYS_FUTEX >= 0
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_clock_lock = getattr(_libc, "pthread_mutex_clocklock", None)  # glibc before 2.30 has none
+_LOOK_EVERY_S = 0.01
 _held: set[ThreadLiveness] = set()
 """glibc links the mutexes that a thread holds into a list, so their memory must stay mapped while they are held."""
 
@@ -162,12 +164,14 @@ class ThreadLiveness:
 
 
 def _lock_within(mutex: Any, timeout_s: float) -> int:
-    clock_lock = getattr(_libc, "pthread_mutex_clocklock", None)  # glibc before 2.30 has none
-    until = timeout_s + (time.monotonic() if clock_lock else time.time())
-    deadline = ctypes.byref(_Timespec(int(until), int(until % 1 * 1e9)))
-    if clock_lock:
-        return int(clock_lock(mutex, time.CLOCK_MONOTONIC, deadline))
-    return int(_libc.pthread_mutex_timedlock(mutex, deadline))
+    until = time.monotonic() + timeout_s
+    if _clock_lock is not None:
+        deadline = ctypes.byref(_Timespec(int(until), int(until % 1 * 1e9)))
+        return int(_clock_lock(mutex, time.CLOCK_MONOTONIC, deadline))
+    # pthread_mutex_timedlock waits by the clock that can be set: by hours too long after it was set back.
+    while (status := int(_libc.pthread_mutex_trylock(mutex))) == errno.EBUSY and time.monotonic() < until:
+        time.sleep(_LOOK_EVERY_S)
+    return errno.ETIMEDOUT if status == errno.EBUSY else status
 
 
 def _check(status: int) -> None:

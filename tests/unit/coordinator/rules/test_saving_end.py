@@ -45,6 +45,14 @@ def test_a_stop_waits_for_a_checkpoint_and_then_ends_the_run_as_stopped() -> Non
     assert [one["kind"] for one in records(outputs)] == ["checkpoint", "ended"]
 
 
+def test_a_second_signal_is_offered_only_to_one_who_sends_signals() -> None:
+    for reason, offered in (("SIGTERM received", True), ("distbelief stop received", False)):
+        run = at_step(saving_run(0, 1), 4)
+        said = texts(run.feed(m.StopRequested(reason)))
+        assert f"{reason}: the run stops when a checkpoint is saved" in said
+        assert ("second signal" in said) == offered
+
+
 def test_a_regular_checkpoint_before_the_one_that_the_stop_waits_for_does_not_end_the_run() -> None:
     run, step = stopping(0, 1)
     run.feed(part(0, step - 1), part(1, step - 1), sealed(0, step - 1))
@@ -68,7 +76,9 @@ def test_the_second_signal_does_not_wait() -> None:
     "run", [Run(workers=2, save_every="end"), Run(workers=2).started(0, 1)], ids=["nobody trains", "no checkpoints"]
 )
 def test_where_nothing_can_be_saved_a_stop_does_not_wait(run: Run) -> None:
-    assert ended(run.feed(m.StopRequested("Ctrl-C")))["status"] == "stopped"
+    outputs = run.feed(m.StopRequested("Ctrl-C"))
+    assert ended(outputs)["status"] == "stopped"
+    assert outputs[0] == s.Reply(m.Answer(run.state.epoch, True, "the run stops; it saves no checkpoint"))
 
 
 def test_when_the_checkpoint_of_a_stop_is_given_up_a_later_one_is_asked_for() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from pathlib import Path
@@ -11,24 +10,20 @@ import pytest
 
 from distbelief.launch.ray.coordinator import sees, shown
 from distbelief.launch.ray.driver import Target, quiet
+from tests.support.coordinator.journals import write
 
 
 def test_how_many_workers_are_wanted_is_in_the_journal(tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
     target = Target(tmp_path, 4)
     assert target.read() == (4, False)
-
-    def write(*records: dict[str, object]) -> None:
-        with journal.open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
-
-    write({"kind": "epoch"}, {"kind": "scaled", "target": 6, "leaving": []})
+    write(tmp_path, {"kind": "epoch"}, {"kind": "scaled", "target": 6, "leaving": []})
     assert target.read() == (6, False)
     with journal.open("a") as file:
         file.write("torn {\n[1]\n")
-    write({"kind": "ended", "status": "stopped"})
+    write(tmp_path, {"kind": "ended", "status": "stopped"})
     assert target.read() == (6, True)
-    write({"kind": "resumed"})
+    write(tmp_path, {"kind": "resumed"})
     assert target.read() == (6, False)
 
 
