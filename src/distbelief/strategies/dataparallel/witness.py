@@ -13,6 +13,7 @@ A copy goes on from step to step. So a bit that flips in the state between two s
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -68,7 +69,7 @@ class Witness:
     def confirm_squares(self, step: int, mine: dict[int, float], everybody: Sequence[float]) -> None:
         """Compare the squares of the witnessed tiles' norms, computed by this member, with those of the owners."""
         for tile, square in mine.items():
-            if square != everybody[tile]:
+            if struct.pack("d", square) != struct.pack("d", everybody[tile]):  # bits, because NaN != NaN
                 raise self._error(step, tile, (self._seat.rank + 1) % len(self._seat.ranges), self._seat.rank)
 
     def expect(self, step: int, gradient: Sum, average: Sum, rate: float, untouched: np.ndarray, within: float) -> None:

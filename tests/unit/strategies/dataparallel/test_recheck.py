@@ -61,6 +61,14 @@ def test_without_clipping_too(stage: Stage) -> None:
     assert (every.sha256, every.error) == (never.sha256, "")
 
 
+@pytest.mark.parametrize("over_gloo", [False, True])
+def test_equal_gradients_agree_when_they_are_nan(stage: Stage, port: int, over_gloo: bool) -> None:
+    """NaN != NaN, also as the square of a norm for clipping."""
+    where = {"port": port, "name": f"recheck {next(_names)}"} if over_gloo else {}
+    found = play(stage, Play(TWO, 1, ALL, nan_gradient=True, **where))
+    assert (found[0].error, found[0].applied) == ("", 1)
+
+
 def test_without_a_recheck_one_flipped_bit_changes_the_weights(stage: Stage, twin: str) -> None:
     flips = (Flip(0, 3, 6), Flip(1, 3, 6))  # whichever of them computes the shard: it may be a backup
     assert play(stage, Play(TWO, STEPS, NEVER, flips))[0].sha256 != twin
