@@ -86,7 +86,7 @@ def test_the_death_of_the_validation_readers_parent_is_no_error_of_the_data_set(
         (parent,) = {psutil.Process(pid).ppid() for pid in evaluator._feed._readers.pids}
         assert psutil.Process(parent).name() == "reader parent"
         os.kill(parent, signal.SIGKILL)
-        with pytest.raises(ReadersLost, match="^`validation`: the process that forks the readers .* is dead"):
+        with pytest.raises(ReadersLost, match=r"^`validation`: the process that forks the readers .* is dead"):
             evaluator.rehearse(job.model())
     finally:
         evaluator.close()

@@ -303,6 +303,22 @@ def test_a_death_in_a_step_that_is_rechecked_changes_no_bit(
     assert all(one.fingerprints == undisturbed.fingerprints for one in found)
 
 
+@pytest.mark.parametrize("members", [(0, 1), (0, 1, 2)])
+def test_a_difference_ends_the_run_although_the_member_that_found_it_dies_before_its_report(
+    stage: Stage, members: tuple[int, ...]
+) -> None:
+    """Else the survivors would finish the step, and new witnesses would copy the state as it is."""
+    victim = members[-1]
+    script = Script(SHARDS, members, (Death(victim, 3, "with a difference found"),), recheck=ALL)
+    outcomes = stage.outcomes(DYING, "train", [{"worker": worker, "script": script} for worker in members])
+    errors = [outcomes[survivor].error for survivor in members[:-1]]
+    assert all(errors), "nobody finishes"
+    found = [error for error in errors if "ResultsDiffer" in error]  # the stage may kill the other survivor then
+    assert found
+    assert f"worker {victim} on this host" in found[0]
+    assert "from step 3" in found[0]
+
+
 @pytest.mark.parametrize(
     "point", ["in a recheck", "after the comparison", "with its copy updated", "when all copies agree"]
 )
