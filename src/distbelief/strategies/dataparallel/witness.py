@@ -27,8 +27,8 @@ import torch
 from distbelief.errors import ResultsDiffer
 from distbelief.strategies.base import Seat
 from distbelief.strategies.flatmodel.compute import ShardComputer
-from distbelief.strategies.flatmodel.recheck import IF_AGAIN, Recheck, changed_in_memory, checksum, member_names
-from distbelief.strategies.flatmodel.rules.rechecks import last_good, shortened
+from distbelief.strategies.flatmodel.recheck import IF_AGAIN, Recheck, checksum, member_names
+from distbelief.strategies.flatmodel.rules.rechecks import shortened
 from distbelief.strategies.flatmodel.state import ReplicaState
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, TileMemory, TileUpdates, set_buffers, state_bytes
 from distbelief.transport.exchange import Exchange
@@ -119,7 +119,7 @@ class Witness:
         before = (self._seat.rank - 1) % len(gathered)
         self._expected = msgspec.msgpack.decode(gathered[before], type=dict[int, int])
         if changed := self._recheck.changed_sums():
-            raise self._recorded(changed_in_memory(self._seat, self._seat.rank, step, changed))
+            raise self._recorded(self._recheck.changed_in_memory(self._seat.rank, step, changed))
 
     def confirm(self, step: int, tile: int) -> None:
         """Compare a tile that this member has updated with its witness's copy."""
@@ -138,7 +138,7 @@ class Witness:
         error = ResultsDiffer(
             f"{names[owner]} and {names[witness]} got different values of {shortened(parts)} from step {step}: the sum "
             f"of the gradients, the optimizer or the memory of one of them is wrong. "
-            f"{last_good(step, self._seat.recheck, step - 1)}",
+            f"{self._recheck.last_good(step)}",
             IF_AGAIN,
             step,
             -1,

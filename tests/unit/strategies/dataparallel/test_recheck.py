@@ -116,7 +116,7 @@ def test_a_member_whose_every_gradient_has_a_flipped_bit_is_named_by_the_majorit
     assert f"({FLIPPED})" in first.error, "only the parameter with the flipped bit"
     assert "worker 10 on ant" in first.error
     assert "worker 12 on cat" in first.error
-    assert "No step before it was rechecked" in first.error
+    assert "have rechecked no step before it" in first.error
     assert "resume" in first.hint
 
 
@@ -317,6 +317,16 @@ def test_a_difference_ends_the_run_although_the_member_that_found_it_dies_before
     assert found
     assert f"worker {victim} on this host" in found[0]
     assert "from step 3" in found[0]
+    assert "The last good step is 2" in found[0]
+
+
+def test_a_step_that_was_finished_with_the_sums_of_a_dead_member_is_not_called_good(stage: Stage) -> None:
+    """Step 3 was compared by members of whom one has died: nobody who is left knows that."""
+    deaths = Death(2, 3, "when all have arrived"), Death(1, 4, "with a difference found")
+    script = Script(SHARDS, (0, 1, 2), deaths, recheck=ALL)
+    outcomes = stage.outcomes(DYING, "train", [{"worker": worker, "script": script} for worker in (0, 1, 2)])
+    assert "from step 4" in outcomes[0].error
+    assert "Its members have rechecked no step before it together" in outcomes[0].error
 
 
 @pytest.mark.parametrize(
