@@ -43,6 +43,20 @@ def test_the_same_weights_when_workers_are_killed(watched: Callable[..., Watched
     assert result["recoveries"] >= 2
 
 
+def test_the_rendezvous_server_killed_and_then_a_worker(watched: Callable[..., Watched]) -> None:
+    """The next generation needs one to connect. Another one takes its place, at the same address."""
+    job = [JOBS / "small.py", "--set", "hold_step=6"]
+    run = watched(*job, "--workers", 3, "--strategy", "allreduce:gloo")
+    run.after(6)
+    victim = run.living()[1]
+    os.kill(run.rendezvous_server(), signal.SIGKILL)
+    run.signal(victim, signal.SIGKILL)
+    run.wait_until(lambda: run.journal("lost"))
+    assert run.result()["weights_sha256"] == undisturbed(*job)
+    run.check_workers_lost(killed=[victim])
+    assert "another one takes its place" in (run.folder / "logs" / "store.log").read_text()
+
+
 def test_all_workers_killed_at_once(watched: Callable[..., Watched]) -> None:
     run = watched(*SMALL, "--workers", 3)
     run.after(8)

@@ -16,6 +16,7 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
     return {
         "weights_equal": verdict.weights_equal,
         "steps_lost": verdict.steps_lost,
+        "steps_differing": verdict.steps_differing,
         "exactly_once": verdict.exactly_once,
         "goodput": None if verdict.goodput is None else round(verdict.goodput, 4),
         "reexecuted": verdict.reexecuted,
@@ -29,10 +30,12 @@ def rows(verdict: Verdict) -> list[tuple[str, ...]]:
 
 
 def totals(verdict: Verdict) -> list[tuple[str, str]]:
+    other = [("other results", text.count(verdict.steps_differing, "step"))] if verdict.steps_differing else []
     again = [("executed again", text.count(verdict.reexecuted, "step"))] if verdict.reexecuted else []
     return [
         ("weights", _weights(verdict)),
         ("steps lost", str(verdict.steps_lost)),
+        *other,
         *again,
         ("samples", "visited exactly once" if verdict.exactly_once else "NOT visited exactly once"),
         ("goodput", "–" if verdict.goodput is None else f"{text.percent(verdict.goodput)} of the twin's"),
@@ -52,6 +55,8 @@ def sentence(verdict: Verdict, missed: Sequence[str]) -> str:
         bad.append("cannot be compared with its twin" if noisy else "came to other weights than its twin")
     if verdict.steps_lost:
         bad.append(f"lost {text.count(verdict.steps_lost, 'step')}")
+    if verdict.steps_differing:
+        bad.append(f"had other results in {text.count(verdict.steps_differing, 'step')}")
     if not verdict.exactly_once:
         bad.append("did not visit every sample exactly once")
     if bad:

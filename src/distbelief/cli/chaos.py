@@ -153,6 +153,7 @@ def _schedule(text: str, faulty: FaultyRun, verdict: Verdict) -> dict[str, Any]:
         "run_dir": faulty.evidence.run_dir,
         "weights_equal": verdict.weights_equal,
         "steps_lost": verdict.steps_lost,
+        "steps_differing": verdict.steps_differing,
         "exactly_once": verdict.exactly_once,
         "goodput": None if verdict.goodput is None else round(verdict.goodput, 4),
         "reexecuted": verdict.reexecuted,

@@ -78,12 +78,12 @@ class ReaderParent:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                self._say("fork", theirs.fileno())
+                self._send("fork", theirs.fileno())
                 answer, descriptors = self._answer("forked", "refused")
             except BaseException:
                 ours.close()
                 raise
-        if answer["said"] == "refused":
+        if answer["kind"] == "refused":
             ours.close()
             raise OSError(answer["errno"], os.strerror(answer["errno"]))
         ours.setblocking(False)
@@ -98,7 +98,7 @@ class ReaderParent:
     def close(self) -> None:
         """Have every reader killed, and wait until all of them and the reader parent have ended."""
         with suppress(ParentDied):
-            self._say("end")
+            self._send("end")
         ended = select.poll()
         ended.register(self._pidfd, select.POLLIN)
         if not ended.poll(_PATIENCE_MS):  # it is stopped: its readers die with it
@@ -108,16 +108,16 @@ class ReaderParent:
         os.close(self._pidfd)
         self._socket.close()
 
-    def _say(self, word: str, *descriptors: int) -> None:
+    def _send(self, request: str, *descriptors: int) -> None:
         try:
-            socket.send_fds(self._socket, [word.encode()], descriptors)
+            socket.send_fds(self._socket, [request.encode()], descriptors)
         except (BrokenPipeError, ConnectionResetError):
             raise ParentDied from None
 
     def _answer(self, *kinds: str) -> tuple[dict[str, Any], list[int]]:
         while True:
             message, descriptors = self._receive()
-            if message["said"] in kinds:
+            if message["kind"] in kinds:
                 return message, descriptors
             self._take_exit(message)
 
@@ -132,7 +132,7 @@ class ReaderParent:
         if not data:
             raise ParentDied
         message: dict[str, Any] = json.loads(data)
-        if message["said"] == "forked" and not descriptors:
+        if message["kind"] == "forked" and not descriptors:
             raise OSError("a reader arrived without its descriptor: this process has too many open files (ulimit -n)")
         return message, descriptors
 
@@ -178,11 +178,11 @@ def _live(source: MapStyle, seed: int, worker: socket.socket) -> NoReturn:
                 events.unregister(descriptor)
                 _report_exit(worker, children.pop(descriptor), descriptor)
                 continue
-            word, connections, _, _ = socket.recv_fds(worker, _LONGEST_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
-            if word != b"fork":  # the worker is done with its readers, or is gone
+            request, connections, _, _ = socket.recv_fds(worker, _LONGEST_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+            if request != b"fork":  # the worker is done with its readers, or is gone
                 _end(children)
             if not connections:
-                _tell(worker, said="refused", errno=errno.EMFILE)
+                _tell(worker, kind="refused", errno=errno.EMFILE)
                 continue
             with socket.socket(fileno=connections[0]) as connection:
                 pidfd = _fork_reader(source, seed, worker, connection, children)
@@ -200,17 +200,17 @@ def _fork_reader(
         if pid == 0:
             _become_reader(source, seed, [worker.fileno(), *children], connection, parent)
     except OSError as error:
-        _tell(worker, said="refused", errno=error.errno)
+        _tell(worker, kind="refused", errno=error.errno)
         return -1
     try:
         pidfd = os.pidfd_open(pid)
     except OSError as error:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        _tell(worker, said="refused", errno=error.errno)
+        _tell(worker, kind="refused", errno=error.errno)
         return -1
     children[pidfd] = pid
-    _tell(worker, pidfd, said="forked", pid=pid)
+    _tell(worker, pidfd, kind="forked", pid=pid)
     return pidfd
 
 
@@ -228,7 +228,7 @@ def _become_reader(
 def _report_exit(worker: socket.socket, pid: int, pidfd: int) -> None:
     _, status = os.waitpid(pid, 0)
     os.close(pidfd)
-    _tell(worker, said="exited", pid=pid, status=os.waitstatus_to_exitcode(status))
+    _tell(worker, kind="exited", pid=pid, status=os.waitstatus_to_exitcode(status))
 
 
 def _tell(worker: socket.socket, *descriptors: int, **message: Any) -> None:

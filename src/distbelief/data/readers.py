@@ -11,6 +11,7 @@ This module is the training process's half: it distributes requests, keeps answe
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import signal
@@ -46,7 +47,7 @@ class ReaderError(DistBeliefError):
 
 
 class ReadersLost(ReaderError):
-    """No reader is left and none can be forked, which is no fault of the job's: another worker may have more luck."""
+    """No reader is left and none can be forked. That is no error of the job; another worker takes this one's place."""
 
 
 @dataclass
@@ -156,6 +157,10 @@ class Readers:
         for reader in self._readers:
             for order in reader.in_hand:
                 order.wanted = order.wanted and keep(order.key)
+        if self._deaths.samples:
+            in_hand = (order for reader in self._readers for order in reader.in_hand if order.wanted)
+            left = (order.request.samples.tolist() for order in (*self._waiting.values(), *in_hand))
+            self._deaths = self._deaths.only(itertools.chain.from_iterable(left))
         self._collect(0)
 
     def close(self) -> None:
@@ -182,10 +187,10 @@ class Readers:
             except OSError as error:
                 self._forks = self._forks.failed(time.monotonic())
                 why = why_fork_failed(error)
-                if self._forks.hopeless and not self._readers:
+                if self._forks.too_many and not self._readers:
                     self._dead = ReadersLost(f"no reader process could be started: {why}", hint=_FEWER)
                 elif self._forks.failures == 1:
-                    _say(f"a reader process could not be started: {why}; it is tried again")
+                    _log(f"a reader process could not be started: {why}; it is tried again")
             else:
                 self._forks = Forks()
                 self._adopt(_Reader(forked.pid, forked.pidfd, forked.connection))
@@ -262,22 +267,24 @@ class Readers:
             self._lost()
             return
         reading = reader.in_hand[0].request.samples if reader.has_begun else np.empty(0, np.int64)
-        guilty = self._deaths.guilty(reading.tolist())
-        self._deaths = self._deaths.died(reading.tolist())
+        twice: list[int] = []
+        if not reader.has_begun or reader.in_hand[0].wanted:  # a request that was dropped is not read again
+            twice = self._deaths.killed_before(reading.tolist())
+            self._deaths = self._deaths.died(reading.tolist())
         last = f"reader process {reader.pid} {ended}"
-        if guilty:
-            which = listed(np.array(guilty))
-            verb = "has" if len(guilty) == 1 else "have"
+        if twice:
+            which = listed(np.array(twice))
+            verb = "has" if len(twice) == 1 else "have"
             text = f"{which} of the data set {self._data_set} {verb} killed two readers; the last: {last}"
             self._dead = self._dead or ReaderError(f"{text} while reading {listed(reading)}", hint=hint)
-        elif self._deaths.in_vain(self.processes):
+        elif self._deaths.too_many_idle(self.processes):
             text = f"{self._deaths.idle} readers of the data set {self._data_set} died in a row, reading nothing"
             self._dead = self._dead or ReaderError(f"{text}; the last: {last}", hint=hint)
         else:
             doing = (
                 f"while reading {listed(reading)}; another one reads them again" if reader.has_begun else "while idle"
             )
-            _say(f"{last} {doing}")
+            _log(f"{last} {doing}")
         for order in reversed(reader.in_hand):
             if order.wanted:
                 self._waiting[order.key] = order
@@ -326,6 +333,6 @@ def _ending(status: int) -> tuple[str, str]:
     return f"was killed by {killer.name}", hint
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     with suppress(OSError):  # the worker's log is gone
         print(text, file=sys.stderr, flush=True)

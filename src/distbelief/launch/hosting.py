@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import shlex
 import signal
 import socket
+import time
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from distbelief.control.credentials import Authority
 from distbelief.control.messages import STATUS_NOT_STARTED
 from distbelief.control.sockets import host_of
+from distbelief.errors import RunFailed
 from distbelief.launch import parcel
 from distbelief.launch.launch import Launch
 from distbelief.launch.manualworkers import ManualWorkers
 from distbelief.launch.pollloop import PollLoop, signals_blocked
 from distbelief.launch.processes import LogPipe, NotStarted, Zygote
+from distbelief.launch.rules.restarting import ShortLives
 from distbelief.transport.shm.memfd import receive_message
 from distbelief.transport.shm.segmentserver import SegmentServer
 from distbelief.worker.spec import WorkerSpec
@@ -77,6 +82,9 @@ class Hosting:
         self._address = ""
         self._manual: ManualWorkers | None = None
         self._store = elsewhere.at if elsewhere else None
+        self._store_pid = -1
+        self._store_started_at = 0.0
+        self._store_lives = ShortLives()
         self._segments = SegmentServer()
         self._stack.callback(self._segments.close)
         if launch.job.pickled:
@@ -102,14 +110,40 @@ class Hosting:
             host = host_of(self._address)
             # If Ray restarts the launching process, members of the previous one look for the store at its old port.
             before = parcel.store_left_behind(self._launch.run_dir)
-            port = before[1] if before and before[0] == host else 0
-            credentials = self._authority.server(-1)  # a server without slices
-            self._store = (host, self._zygote.fork_store(host, port, credentials, self._observer.log("store")))
+            self._start_store(host, before[1] if before and before[0] == host else 0, self._observer.log("store"))
         if self._leads and self._launch.takes_hosts:
             self._stack.callback(parcel.write(self._launch, self._authority.start, self._store).unlink, missing_ok=True)
         wanted, self._wanted = self._wanted, []
         for role, number in wanted:
             self._fork(role, number)
+
+    def _start_store(self, host: str, port: int, log: LogPipe) -> None:
+        self._store_started_at = time.monotonic()
+        credentials = self._authority.server(-1)  # a server without slices
+        self._store_pid, port = self._zygote.fork_store(host, port, credentials, log)
+        self._store = (host, port)
+
+    def _store_died(self, status: int) -> None:
+        """Start another rendezvous server at the same address, which is all that members know of it. Its keys are lost:
+        members whose group is not complete notice that, and connect again (rendezvousserver.py)."""
+        assert self._store is not None
+        host, port = self._store
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        lived_s = time.monotonic() - self._store_started_at
+        if self._store_lives.died(lived_s, status == -signal.SIGKILL):
+            raise RunFailed(
+                f"the rendezvous server of torch's groups died {self._store_lives.count} times within seconds; "
+                f"the last one {how}",
+                hint=f"see {self._launch.run_dir}/logs/store.log",
+            )
+        log = self._observer.log("store")
+        os.write(log.write_fd, f"the rendezvous server {how}; another one takes its place\n".encode())
+        self._start_store(host, port, log)
+        if self._store != (host, port):
+            raise RunFailed(
+                f"the rendezvous server of torch's groups {how}, and another process has taken its port {port}",
+                hint=f"go on with `distbelief resume {shlex.quote(str(self._launch.run_dir))}`",
+            )
 
     def _spec(self, role: Role, number: int) -> WorkerSpec:
         credential = self._authority.worker(number) if role == "worker" else self._authority.server(number)
@@ -223,6 +257,8 @@ class Hosting:
 
     def _exited(self, event: dict[str, Any]) -> None:
         pid = int(event.get("pid", -1))
+        if event.get("event") == "exited" and pid == self._store_pid:
+            self._store_died(int(event["status"]))
         if event.get("event") != "exited" or pid not in self._alive:
             return
         self._alive.discard(pid)

@@ -258,16 +258,17 @@ class Zygote:
         """Fork a process that calls the module's `run(spec, socket)`."""
         return self._fork({"do": "entry", "id": number, "module": module, "spec": spec}, log)
 
-    def fork_store(self, host: str, port: int, credential: Credential, log: LogPipe) -> int:
-        """Fork the server of torch's rendezvous store. Returns its port: the wanted port if it is free (0: any)."""
+    def fork_store(self, host: str, port: int, credential: Credential, log: LogPipe) -> tuple[int, int]:
+        """Fork the server of torch's rendezvous store. Returns its process number and its port: the wanted port if it
+        is free (0: any)."""
         request = {"do": "store", "id": -1, "host": host, "port": port, "credential": msgspec.to_builtins(credential)}
         try:
-            _, sock = self._fork(request, log)
+            pid, sock = self._fork(request, log)
         except NotStarted as error:
             raise RunFailed(f"the store of gloo's addresses could not be started: {error.message}") from error
         with sock:
             try:
-                return int(receive_message(sock)[0]["port"])
+                return pid, int(receive_message(sock)[0]["port"])
             except EOFError:
                 raise RunFailed("the store of gloo's addresses ended at once", hint="see logs/store.log") from None
 

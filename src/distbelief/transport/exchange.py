@@ -220,7 +220,7 @@ class Group(Protocol):
         """Members of earlier generations that died while they computed a shard."""
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """The bytes of every member, by rank. Not for the step path."""
+        """The bytes of every member, by rank. Slow: in the step path it is for rechecks only."""
 
     def close(self) -> None: ...
 

@@ -75,7 +75,7 @@ class Evaluator:
         try:
             return self._feed.fetch(shard, 0, 1)
         except ReaderError as error:
-            raise ReaderError(f"`validation`: {error.message}", hint=error.hint, details=error.details) from error
+            raise type(error)(f"`validation`: {error.message}", hint=error.hint, details=error.details) from error
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._job.precision == "bf16")

@@ -21,6 +21,7 @@ import torch
 
 from distbelief.checkpoint.weights import weights_sha256
 from distbelief.data.sources import as_source
+from distbelief.errors import ResultsDiffer
 from distbelief.options import NEVER, RecheckPlan
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.base import Seat
@@ -295,6 +296,8 @@ def _arm(member: DataParallelReplica, group: Exchange, doom: Death, die: Callabl
             at(member, "_reports", before=True)
         case "when all copies agree":
             at(member, "_reports", before=False)
+        case "with a difference found":
+            _die_of_a_difference(member, doom.step, die)
         case "with a tile torn":
             state.open = torn  # type: ignore[method-assign]
         case "before a function of after_update":
@@ -308,3 +311,23 @@ def _arm(member: DataParallelReplica, group: Exchange, doom: Death, die: Callabl
             at(group, "applied", before=False)
         case "after the step":
             pass
+
+
+def _die_of_a_difference(member: DataParallelReplica, step: int, die: Callable[[], None]) -> None:
+    """In this step one bit of an update of this member is wrong. It dies when its witness's copy shows that."""
+    assert member._witness is not None
+    apply, confirm = member._updates.apply, member._witness.confirm
+
+    def applied(now: int, gradients: dict[int, torch.Tensor], *others: Any) -> None:
+        apply(now, gradients, *others)
+        if now == step:
+            member._state.values[min(gradients)].view(torch.uint8)[0] ^= 1
+
+    def confirming(now: int, tile: int) -> None:
+        try:
+            confirm(now, tile)
+        except ResultsDiffer:
+            die()
+
+    member._updates.apply = applied  # type: ignore[method-assign]
+    member._witness.confirm = confirming  # type: ignore[method-assign]

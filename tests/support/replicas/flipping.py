@@ -6,6 +6,7 @@ the stage.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -74,6 +75,8 @@ class Play:
     clips: bool = True
     counts_calls: bool = False
     """The model counts its calls, and its output depends on the count."""
+    nan_gradient: bool = False
+    """One parameter's gradient is NaN, with every sound member."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ def train(segments: SegmentClient, rank: int, play: Play) -> Ended:
     prepared = PreparedAllReduce(job, schedule, torch.device("cpu"), exact=True)
     if play.counts_calls:
         prepared.model.last = _Counting(prepared.model.last)  # type: ignore[arg-type]
+    if play.nan_gradient:
+        prepared.model.body.weight.register_hook(lambda gradient: gradient * math.nan)  # type: ignore[union-attr, operator]
     begun = _flip(prepared, [flip for flip in play.flips if flip.rank == rank], job.seed, play.steps, shards)
     geometry = prepared.geometry(play.ranges)
     abort = Abort()

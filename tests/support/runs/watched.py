@@ -113,6 +113,14 @@ class Watched:
 
         self.wait_until(is_whole)
 
+    def rendezvous_server(self) -> int:
+        """The process that the zygote forked beside the workers. Ask before any of them is killed."""
+        members = set(self.members().values())
+        zygote = psutil.Process(min(members)).parent()
+        assert zygote is not None
+        (found,) = {child.pid for child in zygote.children()} - members
+        return int(found)
+
     def coordinator(self) -> int:
         return int(json.loads((self.folder / "coordinator.json").read_text())["pid"])
 

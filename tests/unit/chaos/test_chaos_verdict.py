@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distbelief.chaos import report
-from distbelief.chaos.report import as_json, print_table, sentence
+from distbelief.chaos.report import as_json, print_table, sentence, totals
 from distbelief.chaos.rules.verdict import Closeness, Evidence, Note, Record, Verdict, judge, together
 
 BEGAN = 1000.0
@@ -92,10 +92,16 @@ def test_a_missing_step_a_step_too_many_and_a_step_done_twice() -> None:
     assert not any(verdict.sound for verdict in (missing, twice, beyond))
 
 
-def test_a_step_with_another_result_is_lost_where_results_are_promised() -> None:
+def test_a_step_with_another_result_is_not_lost_but_differs_where_results_are_promised() -> None:
     other = [*ALL[:3], {**ALL[3], "fingerprint": "x"}, *ALL[4:]]
-    assert judge(TWIN, faulty(*other), []).steps_lost == 1
-    assert judge(TWIN, faulty(*other), [], "nothing").steps_lost == 0
+    verdict = judge(TWIN, faulty(*other), [])
+    assert (verdict.steps_lost, verdict.steps_differing, verdict.sound) == (0, 1, False)
+    assert sentence(verdict, []) == "No fault was carried out; the run had other results in 1 step."
+    assert ("other results", "1 step") in totals(verdict)
+    both = together([verdict, judge(TWIN, faulty(*ALL), [])])
+    assert (both.steps_differing, both.sound) == (1, False)
+    verdict = judge(TWIN, faulty(*other), [], "nothing")
+    assert (verdict.steps_lost, verdict.steps_differing, verdict.sound) == (0, 0, True)
 
 
 def test_a_step_over_fewer_samples() -> None:
@@ -333,6 +339,7 @@ def test_the_object_has_the_promised_keys() -> None:
     assert list(shown) == [
         "weights_equal",
         "steps_lost",
+        "steps_differing",
         "exactly_once",
         "goodput",
         "reexecuted",

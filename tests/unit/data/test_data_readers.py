@@ -359,6 +359,31 @@ def test_readers_that_die_before_they_have_begun_are_no_fault_of_the_samples() -
         assert not set(r.pids) & set(first)
 
 
+def test_deaths_at_requests_that_were_dropped_prove_nothing_about_the_samples(tmp_path: pathlib.Path) -> None:
+    """A regroup drops requests; an unrelated kill epochs later would end the run."""
+    gate = tmp_path / "gate"
+
+    def gated(sample: int) -> int:
+        (tmp_path / str(os.getpid())).touch()
+        while not gate.exists():
+            time.sleep(0.005)
+        return sample
+
+    with readers(gated, processes=1) as r:
+        for attempt in range(3):
+            r.request((attempt, 0), 0, samples(5))
+            (pid,) = r.pids
+            wait_for(lambda pid=pid: (tmp_path / str(pid)).exists())
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda pid=pid: not is_running(pid))
+            r.forget(lambda key: True)
+            assert pid not in r.pids
+            r.forget(lambda key: False)
+        gate.touch()
+        r.request((3, 0), 0, samples(5))
+        assert r.take((3, 0)).tolist() == [5]
+
+
 def test_readers_of_one_data_set_die_with_their_parent_which_says_so() -> None:
     with readers(lambda sample: sample, processes=2) as r:
         pids = r.pids

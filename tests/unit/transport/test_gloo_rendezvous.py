@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
@@ -12,7 +15,16 @@ from torch.distributed import DistStoreError
 from distbelief.control.credentials import Authority, KeyAuthority
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.gloo.rendezvous import RendezvousStore
-from distbelief.transport.gloo.rendezvousserver import Answer, KeyTable, Set, Wait, serve
+from distbelief.transport.gloo.rendezvousserver import (
+    Add,
+    Answer,
+    Check,
+    KeyTable,
+    Request,
+    Set,
+    Wait,
+    serve,
+)
 
 KEY = KeyAuthority(bytes(range(32)))
 AUTHORITY = KEY.of_start("start")
@@ -87,15 +99,69 @@ def test_strangers_cannot_even_connect(
     assert two[1].get("where") == b"here"
 
 
+@pytest.mark.parametrize("request_", [Set(1, "first", "a", b"v"), Wait(1, "first", ["a"]), Add(1, "first", "a", 1)])
+def test_a_client_of_an_earlier_server_is_answered_at_once_and_changes_nothing(request_: Request) -> None:
+    table = KeyTable("second")
+    assert table.hear(b"me", request_) == [(b"me", Answer(1, "second", []))]
+    assert table.hear(b"me", Check(2, "", ["a"])) == [(b"me", Answer(2, "second", []))]
+
+
+@pytest.fixture
+def replaceable() -> Iterator[Callable[[int], tuple[subprocess.Popen[str], int]]]:
+    """Start a server in a process of its own, at this port (0: any). Returns the process and its port."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(port: int) -> tuple[subprocess.Popen[str], int]:
+        started.append(subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout is not None
+        return started[-1], int(started[-1].stdout.readline())
+
+    yield start
+    for one in started:
+        one.kill()
+        one.communicate()
+
+
+SERVER = """
+import sys
+from distbelief.control.credentials import KeyAuthority
+from distbelief.transport.gloo.rendezvousserver import serve
+credential = KeyAuthority(bytes(range(32))).of_start("start").server(-1)
+serve("127.0.0.1", int(sys.argv[1]), credential, lambda port: print(port, flush=True))
+"""
+
+
+@pytest.mark.parametrize("ask", [lambda store: store.get("lost"), lambda store: store.add("n", 1)], ids=["get", "add"])
+def test_a_member_learns_that_the_server_was_replaced(
+    replaceable: Callable[[int], tuple[subprocess.Popen[str], int]], ask: Callable[[RendezvousStore], object]
+) -> None:
+    """Its keys are lost; without this, members of a group that is not complete would wait for each other."""
+    first, port = replaceable(0)
+    store = RendezvousStore(f"tcp://127.0.0.1:{port}", AUTHORITY.worker(5), 60.0, lambda: None)
+    newcomer = RendezvousStore(f"tcp://127.0.0.1:{port}", AUTHORITY.worker(6), 60.0, lambda: None)
+    store.set("lost", "here")
+    first.kill()
+    first.wait()
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(ask, store)
+        assert replaceable(port)[1] == port
+        with pytest.raises(DistStoreError, match="another one has taken its place"):
+            answer.result()
+    newcomer.set("kept", "here")
+    assert newcomer.get("kept") == b"here"
+    store.close()
+    newcomer.close()
+
+
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     from distbelief.transport.gloo import rendezvousserver
 
     monkeypatch.setattr(rendezvousserver, "MAX_KEYS", 10)
     monkeypatch.setattr(rendezvousserver, "MAX_WAITING", 10)
-    table = KeyTable()
+    table = KeyTable("first")
     for number in range(100):
-        assert table.hear(b"%d" % number, Wait(number, ["never"])) == []
-        assert table.hear(b"me", Set(number, f"key {number}", b"v")) == [(b"me", Answer(number, []))]
+        assert table.hear(b"%d" % number, Wait(number, "", ["never"])) == []
+        assert table.hear(b"me", Set(number, "first", f"key {number}", b"v")) == [(b"me", Answer(number, "first", []))]
     assert len(table._kept) == len(table._waiting) == 10
-    answers = table.hear(b"me", Set(1, "never", b"v"))
+    answers = table.hear(b"me", Set(1, "first", "never", b"v"))
     assert [asker for asker, _ in answers] == [b"me", *(b"%d" % number for number in range(90, 100))]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torchmetrics
 from torch.distributed import TCPStore
 from torch.nn import functional as F
 
-from distbelief.data.readers import ReaderError
+from distbelief.data.readers import ReaderError, ReadersLost
 from distbelief.data.sources import as_source
 from distbelief.worker.evaluate import Evaluator
 from tests.support.stage import Stage
@@ -70,6 +73,20 @@ def test_a_failure_in_the_validation_data_says_so(collate: Any, doing: str) -> N
     evaluator = Evaluator(job, as_source(samples, collate), torch.device("cpu"))
     try:
         with pytest.raises(ReaderError, match=f"^`validation`: {doing}"):
+            evaluator.rehearse(job.model())
+    finally:
+        evaluator.close()
+
+
+def test_the_death_of_the_validation_readers_parent_is_no_error_of_the_data_set() -> None:
+    """Else the run would end; a worker that loses its readers is replaced."""
+    job = make_job(readers=True)
+    evaluator = Evaluator(job, as_source(job.validation, None), torch.device("cpu"))
+    try:
+        (parent,) = {psutil.Process(pid).ppid() for pid in evaluator._feed._readers.pids}
+        assert psutil.Process(parent).name() == "reader parent"
+        os.kill(parent, signal.SIGKILL)
+        with pytest.raises(ReadersLost, match=r"^`validation`: the process that forks the readers .* is dead"):
             evaluator.rehearse(job.model())
     finally:
         evaluator.close()

@@ -86,11 +86,14 @@ class Verdict:
     """None: bits were compared."""
     reexecuted: int = 0
     """Steps that were committed and executed again, because the only holder of a part of the model had died."""
+    steps_differing: int = 0
+    """Steps that are recorded once, with another result than in the run without faults."""
     faults: tuple[FaultOutcome, ...] = field(default_factory=tuple)
 
     @property
     def sound(self) -> bool:
-        return self.steps_lost == 0 and self.exactly_once and (self.weights_equal or self.promise == "nothing")
+        complete = self.steps_lost == self.steps_differing == 0 and self.exactly_once
+        return complete and (self.weights_equal or self.promise == "nothing")
 
 
 def judge(
@@ -106,16 +109,17 @@ def judge(
     # Fingerprints are compared where the strategy promises the same bits; a twin that lacks a step proves nothing.
     fingerprints = {int(r["step"]): r.get("fingerprint") for r in expected} if promise == "bits" else {}
     times = Counter(int(record["step"]) for record in found)
-    strange = {
+    lost = {step for step in range(twin.steps) if times[step] != 1}
+    differing = {
         int(r["step"]) for r in found if fingerprints.get(int(r["step"]), r.get("fingerprint")) != r.get("fingerprint")
     }
-    lost = {step for step in range(twin.steps) if times[step] != 1} | strange
     once = set(times) == set(range(twin.steps)) and all(count == 1 for count in times.values())
     speeds = _samples_per_s(_steps(twin.metrics)), _samples_per_s(_steps(faulty.metrics))
     same_bits = bool(faulty.weights_sha256) and faulty.weights_sha256 == twin.weights_sha256
     return Verdict(
         weights_equal=same_bits if closeness is None else closeness.equal,
         steps_lost=len(lost),
+        steps_differing=len(differing - lost),
         exactly_once=once and _samples(found) == _samples(expected),
         goodput=speeds[1] / speeds[0] if speeds[0] and speeds[1] else None,
         promise=promise,
@@ -132,6 +136,7 @@ def together(verdicts: Sequence[Verdict]) -> Verdict:
     return Verdict(
         weights_equal=all(verdict.weights_equal for verdict in verdicts),
         steps_lost=sum(verdict.steps_lost for verdict in verdicts),
+        steps_differing=sum(verdict.steps_differing for verdict in verdicts),
         exactly_once=all(verdict.exactly_once for verdict in verdicts),
         goodput=statistics.median(goodputs) if goodputs else None,
         promise=verdicts[0].promise,

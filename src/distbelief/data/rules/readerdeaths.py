@@ -14,32 +14,39 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
 @dataclass(frozen=True)
 class Deaths:
-    """The deaths that matter: samples that were read when a reader died are suspects until a reader has read them.
+    """Deaths of readers, as far as a later death is judged by them.
 
     >>> deaths = Deaths().died([4, 5])
-    >>> deaths.guilty([5, 6]), deaths.answered([4, 5]).guilty([5, 6])
+    >>> deaths.killed_before([5, 6]), deaths.answered([4, 5]).killed_before([5, 6])
     ([5], [])
     """
 
-    suspects: frozenset[int] = frozenset()
+    samples: frozenset[int] = frozenset()
+    """What was being read when a reader died, and what no reader has read since."""
     idle: int = 0
+    """Deaths of idle readers in a row."""
 
-    def guilty(self, samples: Iterable[int]) -> list[int]:
-        """The samples that have now killed two readers, if a reader dies that was reading `samples`."""
-        return sorted(self.suspects.intersection(samples))
+    def killed_before(self, samples: Iterable[int]) -> list[int]:
+        """Those of `samples` that another reader was reading when it died."""
+        return sorted(self.samples.intersection(samples))
 
     def died(self, samples: Iterable[int]) -> Deaths:
         """A reader died. `samples`: what it was reading; empty: it was idle."""
         found = frozenset(samples)
-        return Deaths(self.suspects | found, self.idle if found else self.idle + 1)
+        return Deaths(self.samples | found, self.idle if found else self.idle + 1)
 
     def answered(self, samples: Iterable[int]) -> Deaths:
         """A reader has read these samples."""
-        if not self.suspects and not self.idle:
+        if not self.samples and not self.idle:
             return self
-        return Deaths(self.suspects.difference(samples))
+        return Deaths(self.samples.difference(samples))
 
-    def in_vain(self, processes: int) -> bool:
+    def only(self, samples: Iterable[int]) -> Deaths:
+        """No other samples than these are still to be read. A later death at one of the others proves nothing: nobody
+        tried in between whether they can be read."""
+        return replace(self, samples=self.samples.intersection(samples))
+
+    def too_many_idle(self, processes: int) -> bool:
         """Whether readers die although they read nothing, so that another one would die too."""
         return self.idle >= MOST_IDLE * processes
 
@@ -49,7 +56,7 @@ class Forks:
     """Failed forks in a row: each pause before the next attempt is twice as long.
 
     >>> forks = Forks().failed(now=7.0).failed(now=8.0)
-    >>> forks.next_at, forks.is_due(8.1), forks.hopeless
+    >>> forks.next_at, forks.is_due(8.1), forks.too_many
     (8.2, False, False)
     """
 
@@ -64,5 +71,5 @@ class Forks:
         return now >= self.next_at
 
     @property
-    def hopeless(self) -> bool:
+    def too_many(self) -> bool:
         return self.failures >= MOST_FORK_FAILURES

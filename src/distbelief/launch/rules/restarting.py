@@ -1,5 +1,5 @@
-"""Decides when the leading process kills a silent coordinator, and when it stops restarting coordinators. Pure; takes
-the time."""
+"""Decides when the leading process kills a silent coordinator, and when it stops restarting a process that dies again
+and again. Pure; takes the time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HOPELESS_S = 300.0
 LOOK_S = 1.0
 """A longer time between two looks counts as this: we were stopped (Ctrl-Z, a debugger), perhaps the coordinator too."""
 SHORT_LIFE_S = 2.0
-"""A coordinator that ends by itself within this time would do so again."""
+"""A process that ends by itself within this time would do so again."""
 MOST_SHORT_LIVES = 5
 
 
@@ -52,7 +52,7 @@ class Silence:
 
 
 class ShortLives:
-    """How often in a row a coordinator has died soon after its start.
+    """How often in a row a process has died soon after its start.
 
     >>> lives = ShortLives()
     >>> [lives.died(lived_s=0.5, was_killed=False) for _ in range(5)]
@@ -63,7 +63,7 @@ class ShortLives:
         self.count = 0
 
     def died(self, lived_s: float, was_killed: bool) -> bool:
-        """Returns whether to give up. `was_killed`: by SIGKILL, which is no fault of the coordinator."""
+        """Returns whether to give up. `was_killed`: by SIGKILL, which is no fault of the process."""
         if not was_killed:
             self.count = self.count + 1 if lived_s < SHORT_LIFE_S else 0
         return self.count >= MOST_SHORT_LIVES

@@ -29,8 +29,8 @@ from distbelief.strategies.base import BeginFrom, Division, Fetch, Seat, StepRes
 from distbelief.strategies.dataparallel.replica import DataParallelReplica
 from distbelief.strategies.dataparallel.witness import contents
 from distbelief.strategies.flatmodel.compute import ShardComputer
-from distbelief.strategies.flatmodel.recheck import IF_AGAIN, changed_in_memory, member_names
-from distbelief.strategies.flatmodel.rules.rechecks import last_good, listed, odd_copies
+from distbelief.strategies.flatmodel.recheck import IF_AGAIN, member_names
+from distbelief.strategies.flatmodel.rules.rechecks import listed, odd_copies
 from distbelief.strategies.flatmodel.rules.stepwork import WEIGHT
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
 from distbelief.transport.exchange import StepPlan
@@ -155,7 +155,7 @@ class CheckedReplica(DataParallelReplica):
         changed = [*self._recheck.changed_sums(), *self._recheck.changed_second_sums()]
         for rank, nodes in enumerate(map(msgspec.msgpack.decode, self._gather(msgspec.msgpack.encode(changed)))):
             if nodes:
-                raise changed_in_memory(self._seat, rank, step, nodes)
+                raise self._recheck.changed_in_memory(rank, step, nodes)
         owner = (second - self._recheck.shift(step)) % self.exchange.size
         tiles = sorted(tile for tile, rank in found if rank == second)
         who = self._listed(sorted({owner, second}))
@@ -191,7 +191,7 @@ class CheckedReplica(DataParallelReplica):
         return contents(self._computer.layout, tiles)
 
     def _error(self, step: int, message: str) -> ResultsDiffer:
-        return ResultsDiffer(f"{message}. {last_good(step, self._seat.recheck, step - 1)}", IF_AGAIN, step, -1)
+        return ResultsDiffer(f"{message}. {self._recheck.last_good(step)}", IF_AGAIN, step, -1)
 
 
 _BEFORE = "state before the step"

@@ -72,7 +72,7 @@ from distbelief.strategies.base import (
 )
 from distbelief.strategies.dataparallel.agreement import MixedDevices, agree_on_state
 from distbelief.strategies.dataparallel.committed import CommittedModel
-from distbelief.strategies.dataparallel.witness import Witness
+from distbelief.strategies.dataparallel.witness import DisputeRecord, Witness
 from distbelief.strategies.flatmodel.compute import ShardComputer, ShardResult
 from distbelief.strategies.flatmodel.copying import TileCopies
 from distbelief.strategies.flatmodel.recheck import Recheck
@@ -151,8 +151,11 @@ class DataParallelReplica(TileCopies):
         """Whether the step under way is rechecked."""
         self._news: list[str] = []
         self._witness = None
-        if seat.recheck.whole and exchange.shares_state and exchange.size > 1:
-            self._witness = Witness(computer, recipe, seat, self._state, exchange, self._recheck)
+        if seat.recheck.whole and exchange.shares_state:
+            record = DisputeRecord(exchange)
+            record.require_none()
+            if exchange.size > 1:
+                self._witness = Witness(computer, recipe, seat, self._state, exchange, self._recheck, record)
 
     def _agree(self, begin_from: BeginFrom) -> None:
         """Agree on the generation's state before any other use of it."""

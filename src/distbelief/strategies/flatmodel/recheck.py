@@ -20,6 +20,7 @@ dataparallel/checkedreplica.py (gloo).
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -35,12 +36,12 @@ from distbelief.strategies.flatmodel.rules.rechecks import (
     choose_shift,
     judge_results,
     last_good,
-    last_recheck,
     next_recheck,
     rechecked,
     shifts,
     shortened,
     third_member,
+    without_memory,
 )
 from distbelief.strategies.flatmodel.rules.stepwork import Partials, ShardWork, StepWork
 from distbelief.transport.device.accelerator import memory_on
@@ -106,8 +107,12 @@ class Recheck:
         """By the first shard: the checksums of this member's partial sums, when they were compared."""
         self._compared_again: dict[int, int] = {}
         """The same, of the partial sums that this member has checked."""
-        self._missed: set[int] = set()
-        """Steps in which a member had no memory to check a shard."""
+        self._agreed: deque[int] = deque([-1, -1], maxlen=2)
+        """The last steps of which this generation has computed every rechecked shard twice, with equal results."""
+        self._is_whole = False
+        """Whether this generation computes every rechecked shard of the present step."""
+        self._lacks_memory = False
+        """Whether a member checks no shards; reported once."""
 
     def _spare(self, slot: int) -> Memory | None:
         """Memory for what another member has in that slot, which the first recheck allocates. None: there is none, and
@@ -164,6 +169,7 @@ class Recheck:
         self._work, computed_by = work, work.computed_by
         found = rechecked(self._seed, step, occupied, self._seat.recheck.whole)
         self._owners = {shard: computed_by[shard] for shard in found if shard in computed_by}
+        self._is_whole = len(self._owners) == len(found)
         self._slots.clear()
         self._others.clear()
 
@@ -233,10 +239,13 @@ class Recheck:
         mine = _Found()
         self._check_all(step, pairs, mine)
         found = self._exchange(mine)
-        if any(shard not in found[checker].checked for shard, (_, checker) in pairs.items()):
-            self._missed.add(step)
         settled: set[int] = set()
         notices = []
+        lacking = sorted({checker for shard, (_, checker) in pairs.items() if shard not in found[checker].checked})
+        if lacking and not self._lacks_memory:
+            self._lacks_memory = True
+            names = member_names(self._seat)
+            notices.append(without_memory([names[rank] for rank in lacking], self._layout.size_bytes))
         while differing := [shard for shard, pair in pairs.items() if _differ(found, shard, pair)]:
             shard = differing[0]
             owner, checker = pairs[shard]
@@ -258,6 +267,8 @@ class Recheck:
         if self._seat.recheck.whole:
             self._compare_sums(step, pairs, found)
             self._compared, self._compared_again = mine.owned_sums, mine.checked_sums
+        if self._is_whole and not lacking:
+            self._agreed.append(step)
         self.due = next_recheck(self._seed, step + 1, self._seat.recheck)
         return notices if rank == 0 else []
 
@@ -301,7 +312,7 @@ class Recheck:
         return ResultsDiffer(
             f"{names[owner]} and {names[checker]} got different sums of the gradients of {shards} of step {step} "
             f"({parts}), although the gradients of each shard agreed: the sum or the memory of one of them is wrong. "
-            f"{last_good(step, self._seat.recheck, step - 1)}",
+            f"{self.last_good(step)}",
             IF_AGAIN,
             step,
             node[0],
@@ -324,12 +335,24 @@ class Recheck:
         return [msgspec.msgpack.decode(one, type=_Found) for one in self._gather(msgspec.msgpack.encode(mine))]
 
     def _error(self, dispute: Dispute) -> ResultsDiffer:
-        step, plan = dispute.step, self._seat.recheck
-        before = last_recheck(self._seed, step, plan)
-        while before in self._missed:
-            before = last_recheck(self._seed, before, plan)
-        message = f"{dispute.message()}. {last_good(step, plan, before)}"
-        return ResultsDiffer(message, dispute.hint(), step, dispute.shard)
+        message = f"{dispute.message()}. {self.last_good(dispute.step)}"
+        return ResultsDiffer(message, dispute.hint(), dispute.step, dispute.shard)
+
+    def last_good(self, step: int) -> str:
+        """A sentence on the last step before this one that is known to be good."""
+        agreed = max(before for before in (-1, *self._agreed) if before < step)
+        return last_good(step, self._seat.recheck, agreed)
+
+    def changed_in_memory(self, rank: int, step: int, nodes: Sequence[Range]) -> ResultsDiffer:
+        """The error about sums that this member, or that of another rank, finds changed (`changed_sums`)."""
+        first, end = nodes[0]
+        return ResultsDiffer(
+            f"the sum of the gradients of shards {first} to {end - 1} of step {step} changed in the memory of "
+            f"{member_names(self._seat)[rank]}. {self.last_good(step)}",
+            IF_AGAIN,
+            step,
+            first,
+        )
 
 
 def member_names(seat: Seat) -> dict[int, str]:
@@ -337,17 +360,6 @@ def member_names(seat: Seat) -> dict[int, str]:
     workers = seat.workers or range(len(seat.ranges))
     hosts = seat.hosts or [""] * len(seat.ranges)
     return {rank: f"worker {worker} on {hosts[rank] or 'this host'}" for rank, worker in enumerate(workers)}
-
-
-def changed_in_memory(seat: Seat, rank: int, step: int, nodes: Sequence[Range]) -> ResultsDiffer:
-    first, end = nodes[0]
-    return ResultsDiffer(
-        f"the sum of the gradients of shards {first} to {end - 1} of step {step} changed in the memory of "
-        f"{member_names(seat)[rank]}. {last_good(step, seat.recheck, step - 1)}",
-        IF_AGAIN,
-        step,
-        first,
-    )
 
 
 def _differ(found: Sequence[_Found], shard: int, pair: tuple[int, int]) -> bool:

@@ -172,8 +172,8 @@ class ReplicaState:
     def close(self, tile: int, step: int) -> None:
         self._stamps[1 + tile] = 2 * step + 2
 
-    def undo(self, tile: int) -> None:
-        """Put back the old bytes of a tile that this member has open."""
+    def undo(self) -> None:
+        """Put back the old bytes of the tile that this member has open."""
         assert self._undo_log is not None
         tile, step = self._undo_log.holds
         self._undo_log.restore(self._current[tile])

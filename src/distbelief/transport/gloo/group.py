@@ -83,6 +83,7 @@ class TorchGroup:
         abort.wake = self._hang_up
         with self.network():
             self._store = rendezvous.store(abort)  # keep a reference: torch's own does not suffice
+            self._arrive(rendezvous.name)
             # torch derives a group's name from this counter, which also counts aborted groups. Without a reset, members
             # would wait under different names.
             dist.distributed_c10d._world.group_count = 0
@@ -100,6 +101,17 @@ class TorchGroup:
                 self._close_store()
                 raise
         self._sockets = _open_sockets() - self._before
+
+    def _arrive(self, name: str) -> None:
+        """Wait for all members. So all of them use the same rendezvous server, or learn that it was replaced, before
+        torch lets one member rely on a key that another one reads later."""
+        assert self._store is not None
+        try:
+            self._store.set(f"{name}: member {self.rank}", "here")
+            self._store.wait([f"{name}: member {rank}" for rank in range(self.size)])
+        except BaseException:
+            self._close_store()
+            raise
 
     @contextmanager
     def more_groups(self) -> Iterator[None]:

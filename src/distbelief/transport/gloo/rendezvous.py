@@ -33,7 +33,8 @@ from distbelief.transport.gloo.rendezvousserver import (
 LOOK_MS = 20
 """Milliseconds between two checks for an abort during a wait."""
 AGAIN_S = 2.0
-"""Seconds after which an unanswered request is sent again, if repeating it is harmless."""
+"""Seconds after which an unanswered request is sent again; of a sum, which counts every request, only a question
+whether the server is still the same."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class RendezvousStore(Store):
         self._check = check
         self._signer = credential.signer_to_servers()
         self._tickets = 0
+        self._server = ""
+        """The server that has answered. Another one does not have the keys of this group."""
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -71,19 +74,19 @@ class RendezvousStore(Store):
         dial(self._socket, address, credential.servers_key)
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(lambda ticket: Set(ticket, key, _bytes(value)))
+        self._ask(lambda ticket: Set(ticket, self._server, key, _bytes(value)))
 
     def get(self, key: str) -> bytes:
-        return self._ask(lambda ticket: Wait(ticket, [key]))[0]
+        return self._ask(lambda ticket: Wait(ticket, self._server, [key]))[0]
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        self._ask(lambda ticket: Wait(ticket, list(keys)), timeout.total_seconds() if timeout else None)
+        self._ask(lambda ticket: Wait(ticket, self._server, list(keys)), timeout.total_seconds() if timeout else None)
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask(lambda ticket: Add(ticket, key, amount))[0])
+        return int(self._ask(lambda ticket: Add(ticket, self._server, key, amount))[0])
 
     def check(self, keys: Sequence[str]) -> bool:
-        return len(self._ask(lambda ticket: Check(ticket, list(keys)))) == len(keys)
+        return len(self._ask(lambda ticket: Check(ticket, self._server, list(keys)))) == len(keys)
 
     def close(self) -> None:
         self._socket.close()
@@ -97,13 +100,18 @@ class RendezvousStore(Store):
             sent_at = float("-inf")
             while True:
                 now = time.monotonic()
-                if now - sent_at > AGAIN_S and (sent_at < 0 or not isinstance(request, Add)):
+                if now - sent_at > AGAIN_S:
+                    is_sum = isinstance(request, Add) and sent_at > 0
+                    self._send(Check(self._tickets, self._server, []) if is_sum else request)
                     sent_at = now
-                    self._send(request)
                 if self._socket.poll(LOOK_MS):
                     found = self._received()
                     if found is not None and found.ticket == self._tickets:
-                        return found.values
+                        if self._server not in ("", found.server):
+                            raise dist.DistStoreError("the rendezvous server died, and another one has taken its place")
+                        self._server = found.server
+                        if found.values or not isinstance(request, Add):
+                            return found.values
                 self._check()
                 if now > deadline:
                     raise dist.DistStoreError(f"the members of a group did not connect: no answer to {request}")

@@ -5,11 +5,16 @@ torch's own store (TCPStore) authenticates nobody: any process that reaches its 
 can write other addresses. This server listens on an encrypted socket (CURVE) and verifies the signatures of messages.
 It runs in its own process, so that no member's death ends it. Its messages mirror the methods of
 torch's `Store` that torch's groups call; a key belongs to a generation.
+
+When the server dies, another one takes its place at the same address, with an empty table. A member whose group is not
+complete would then wait for keys that are lost. So every answer names its server, and a request names the server that
+the member has used so far; another server answers it at once, and the member gives the group up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Callable
 
@@ -31,6 +36,8 @@ MAX_WAITING = 10_000
 
 class Set(Struct, frozen=True, tag=True):
     ticket: int
+    server: str
+    """The server that answered the client before; empty: none has."""
     key: str
     value: bytes
 
@@ -39,6 +46,7 @@ class Wait(Struct, frozen=True, tag=True):
     """Answered when all keys have values."""
 
     ticket: int
+    server: str
     keys: list[str]
 
 
@@ -46,6 +54,7 @@ class Add(Struct, frozen=True, tag=True):
     """Add to a number. Answered with the sum, in decimals."""
 
     ticket: int
+    server: str
     key: str
     amount: int
 
@@ -54,11 +63,14 @@ class Check(Struct, frozen=True, tag=True):
     """Answered at once: with the values of all keys, or with none if a key is missing."""
 
     ticket: int
+    server: str
     keys: list[str]
 
 
 class Answer(Struct, frozen=True, tag=True):
     ticket: int
+    server: str
+    """The server's own name. If the request named another one, nothing else in the answer counts."""
     values: list[bytes]
 
 
@@ -84,28 +96,35 @@ def decode_answer(data: bytes) -> Answer:
 class KeyTable:
     """The keys with their values, and the requests that wait for keys. Knows no socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: str) -> None:
+        """`server`: a name that no other server has."""
+        self._server = server
         self._kept: dict[str, bytes] = {}
         self._waiting: dict[bytes, Wait] = {}
         """The waiting requests, by the client's identity. A client waits for one answer at a time."""
 
     def hear(self, asker: bytes, request: Request) -> list[tuple[bytes, Answer]]:
         """Returns the answers to send, each with its receiver."""
+        if request.server not in ("", self._server):
+            return [(asker, self._answer(request, []))]
         match request:
-            case Set(ticket, key, value):
-                return [(asker, Answer(ticket, [])), *self._put(key, value)]
-            case Add(ticket, key, amount):
+            case Set(key=key, value=value):
+                return [(asker, self._answer(request, [])), *self._put(key, value)]
+            case Add(key=key, amount=amount):
                 total = str(_number(self._kept.get(key, b"0")) + amount).encode()
-                return [(asker, Answer(ticket, [total])), *self._put(key, total)]
-            case Check(ticket, keys):
+                return [(asker, self._answer(request, [total])), *self._put(key, total)]
+            case Check(keys=keys):
                 found = [self._kept[key] for key in keys] if self._has(keys) else []
-                return [(asker, Answer(ticket, found))]
+                return [(asker, self._answer(request, found))]
             case Wait():
                 self._waiting.pop(asker, None)
                 self._waiting[asker] = request
                 if len(self._waiting) > MAX_WAITING:
                     del self._waiting[next(iter(self._waiting))]
                 return self._answers()
+
+    def _answer(self, request: Request, values: list[bytes]) -> Answer:
+        return Answer(request.ticket, self._server, values)
 
     def _put(self, key: str, value: bytes) -> list[tuple[bytes, Answer]]:
         self._kept[key] = value
@@ -120,7 +139,7 @@ class KeyTable:
         ready = [(asker, want) for asker, want in self._waiting.items() if self._has(want.keys)]
         for asker, _ in ready:
             del self._waiting[asker]
-        return [(asker, Answer(want.ticket, [self._kept[key] for key in want.keys])) for asker, want in ready]
+        return [(asker, self._answer(want, [self._kept[key] for key in want.keys])) for asker, want in ready]
 
 
 def _number(text: bytes) -> int:
@@ -146,7 +165,7 @@ def serve(host: str, port: int, credential: Credential, listening: Callable[[int
         except zmq.ZMQError:  # another process has the port now
             port = socket.bind_to_random_port(where)
         listening(port)
-        table, verifier, refusals = KeyTable(), credential.verifier(), Refusals()
+        table, verifier, refusals = KeyTable(secrets.token_hex(8)), credential.verifier(), Refusals()
         with contextlib.closing(ConnectionLimit(socket, refusals)) as limit:
             poller = zmq.Poller()
             poller.register(socket, zmq.POLLIN)

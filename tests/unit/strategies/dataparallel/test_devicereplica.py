@@ -105,6 +105,12 @@ def test_without_memory_for_a_recheck_there_is_none_unless_the_user_wants_all(mo
     monkeypatch.setattr(rechecks, "free_memory_bytes", lambda: 0)
     monkeypatch.setattr(memfd, "free_memory_bytes", lambda: 0)
     assert trained(job, on_device=False, recheck=RecheckPlan(1)) == trained(job, on_device=False)
+    one = replica(job, on_device=False, recheck=RecheckPlan(1))
+    for step in range(3):
+        one.compute(step)
+        one.commit(step)
+    [notice] = one.plan_lines()
+    assert notice.startswith("worker 0 on this host has no memory for rechecks"), "said once"
     with pytest.raises(NotEnoughMemory, match="not enough memory for rechecks"):
         trained(job, on_device=False, recheck=recheck_plan("all"))
 

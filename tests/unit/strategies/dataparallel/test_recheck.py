@@ -61,6 +61,14 @@ def test_without_clipping_too(stage: Stage) -> None:
     assert (every.sha256, every.error) == (never.sha256, "")
 
 
+@pytest.mark.parametrize("over_gloo", [False, True])
+def test_equal_gradients_agree_when_they_are_nan(stage: Stage, port: int, over_gloo: bool) -> None:
+    """NaN != NaN, also as the square of a norm for clipping."""
+    where = {"port": port, "name": f"recheck {next(_names)}"} if over_gloo else {}
+    found = play(stage, Play(TWO, 1, ALL, nan_gradient=True, **where))
+    assert (found[0].error, found[0].applied) == ("", 1)
+
+
 def test_without_a_recheck_one_flipped_bit_changes_the_weights(stage: Stage, twin: str) -> None:
     flips = (Flip(0, 3, 6), Flip(1, 3, 6))  # whichever of them computes the shard: it may be a backup
     assert play(stage, Play(TWO, STEPS, NEVER, flips))[0].sha256 != twin
@@ -108,7 +116,7 @@ def test_a_member_whose_every_gradient_has_a_flipped_bit_is_named_by_the_majorit
     assert f"({FLIPPED})" in first.error, "only the parameter with the flipped bit"
     assert "worker 10 on ant" in first.error
     assert "worker 12 on cat" in first.error
-    assert "No step before it was rechecked" in first.error
+    assert "have rechecked no step before it" in first.error
     assert "resume" in first.hint
 
 
@@ -293,6 +301,32 @@ def test_a_death_in_a_step_that_is_rechecked_changes_no_bit(
     found = [one.value for worker, one in enumerate(outcomes) if worker != victim]
     assert all(one.sha256 == undisturbed.sha256 for one in found)
     assert all(one.fingerprints == undisturbed.fingerprints for one in found)
+
+
+@pytest.mark.parametrize("members", [(0, 1), (0, 1, 2)])
+def test_a_difference_ends_the_run_although_the_member_that_found_it_dies_before_its_report(
+    stage: Stage, members: tuple[int, ...]
+) -> None:
+    """Else the survivors would finish the step, and new witnesses would copy the state as it is."""
+    victim = members[-1]
+    script = Script(SHARDS, members, (Death(victim, 3, "with a difference found"),), recheck=ALL)
+    outcomes = stage.outcomes(DYING, "train", [{"worker": worker, "script": script} for worker in members])
+    errors = [outcomes[survivor].error for survivor in members[:-1]]
+    assert all(errors), "nobody finishes"
+    found = [error for error in errors if "ResultsDiffer" in error]  # the stage may kill the other survivor then
+    assert found
+    assert f"worker {victim} on this host" in found[0]
+    assert "from step 3" in found[0]
+    assert "The last good step is 2" in found[0]
+
+
+def test_a_step_that_was_finished_with_the_sums_of_a_dead_member_is_not_called_good(stage: Stage) -> None:
+    """Step 3 was compared by members of whom one has died: nobody who is left knows that."""
+    deaths = Death(2, 3, "when all have arrived"), Death(1, 4, "with a difference found")
+    script = Script(SHARDS, (0, 1, 2), deaths, recheck=ALL)
+    outcomes = stage.outcomes(DYING, "train", [{"worker": worker, "script": script} for worker in (0, 1, 2)])
+    assert "from step 4" in outcomes[0].error
+    assert "Its members have rechecked no step before it together" in outcomes[0].error
 
 
 @pytest.mark.parametrize(

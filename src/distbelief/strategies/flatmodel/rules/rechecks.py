@@ -1,7 +1,7 @@
 """Rechecks: which shards are computed twice, by which members, and what follows from a difference. Pure: members with
 the same numbers come to the same answers.
 
-- `next_recheck`, `last_recheck`, `rechecked`: the steps and shards, functions of (seed, step). Every window of `every`
+- `next_recheck`, `rechecked`: the steps and shards, functions of (seed, step). Every window of `every`
   steps has one recheck, at a place that the seed chooses.
 - `shifts`, `third_member`: who computes a shard again. The checker of rank r's shards is rank r + shift. A shift gives
   every member the same work, and the best shifts lead to other hosts.
@@ -37,17 +37,6 @@ def next_recheck(seed: int, step: int, plan: RecheckPlan) -> int:
     window = step // plan.every
     found = _recheck_of(seed, window, plan.every)
     return found if found >= step else _recheck_of(seed, window + 1, plan.every)
-
-
-def last_recheck(seed: int, step: int, plan: RecheckPlan) -> int:
-    """The last recheck before `step`; -1: none."""
-    if not plan.every:
-        return -1
-    window = step // plan.every
-    found = _recheck_of(seed, window, plan.every)
-    if found >= step:
-        found = _recheck_of(seed, window - 1, plan.every) if window else -1
-    return found
 
 
 def _recheck_of(seed: int, window: int, every: int) -> int:
@@ -106,22 +95,24 @@ class Results:
 @dataclass(frozen=True)
 class Verdict:
     kind: Literal["passing", "majority", "open", "unsteady"]
-    """passing: computed again, all is well; majority: some members' results are wrong; open: members differ, and there
-    is no majority; unsteady: members get another result each time."""
+    """passing: owner and checker computed it again and agree now; majority: some members' results are wrong; open:
+    members differ, and there is no majority; unsteady: members get another result each time."""
     wrong: tuple[int, ...]
     """The ranks that are named."""
     right: tuple[int, ...] = ()
+    third_is_wrong: int = -1
+    """passing: the rank of the third member, if its only result is another one than that of owner and checker."""
 
 
 def judge_results(owner: Results, checker: Results, third: Results | None, hosts: Sequence[str]) -> Verdict:
     """The verdict on a shard that owner and checker computed twice, and a third member once.
 
     >>> judge_results(Results(0, (7, 1)), Results(1, (1, 1)), None, ["a", "b"])
-    Verdict(kind='passing', wrong=(0,), right=(1,))
+    Verdict(kind='passing', wrong=(0,), right=(1,), third_is_wrong=-1)
     >>> judge_results(Results(0, (7, 7)), Results(1, (1, 1)), Results(2, (1,)), ["a", "b", "c"])
-    Verdict(kind='majority', wrong=(0,), right=(1, 2))
+    Verdict(kind='majority', wrong=(0,), right=(1, 2), third_is_wrong=-1)
     >>> judge_results(Results(0, (7, 7)), Results(1, (1, 1)), None, ["a", "b"])
-    Verdict(kind='open', wrong=(0, 1), right=())
+    Verdict(kind='open', wrong=(0, 1), right=(), third_is_wrong=-1)
     """
     everybody = [owner, checker, *([third] if third else [])]
     involved = tuple(dict.fromkeys(one.rank for one in everybody))
@@ -129,9 +120,13 @@ def judge_results(owner: Results, checker: Results, third: Results | None, hosts
     if good == checker.checksums[-1]:
         if good not in (owner.checksums[0], checker.checksums[0]):
             return Verdict("unsteady", involved)
-        wrong = {one.rank for one in everybody if set(one.checksums) != {good}}
+        twice = dict.fromkeys((owner.rank, checker.rank))
+        wrong = {one.rank for one in (owner, checker) if set(one.checksums) != {good}}
         return Verdict(
-            "passing", tuple(r for r in involved if r in wrong), tuple(r for r in involved if r not in wrong)
+            "passing",
+            tuple(rank for rank in twice if rank in wrong),
+            tuple(rank for rank in twice if rank not in wrong),
+            third.rank if third and third.checksums != (good,) else -1,
         )
     unsteady = {one.rank for one in everybody if len(set(one.checksums)) > 1}
     by_result: dict[int, set[int]] = {}
@@ -190,6 +185,9 @@ class Dispute:
         wrong, right = listed(self._named(self.verdict.wrong)), listed(self._named(self.verdict.right))
         where = f"shard {self.shard} of step {self.step}"
         again = "If a machine is named again, it computes wrongly"
+        if self.verdict.third_is_wrong >= 0:
+            third = self.names[self.verdict.third_is_wrong]
+            again = f"{third}, which computed them once, got different ones. {again}"
         if not right:
             return (
                 f"{wrong} computed different gradients of {where} in two attempts; the step continues with those that "
@@ -213,30 +211,43 @@ class Dispute:
                 return f"{wrong} computed different gradients of {where}{parts}, also when asked again"
 
     def hint(self) -> str:
-        state = "code that keeps state of its own (counters, generators, parameters written in forward)"
+        state = (
+            "code that keeps state of its own (counters, generators, parameters written in forward), a data set that "
+            "keeps random results, or data that differ between workers (docs/purity.md)"
+        )
         match self.verdict.kind:
             case "majority":
                 return (
                     f"go on without that host: `distbelief resume RUN`; if another one is named next, suspect {state}"
                 )
             case "unsteady":
-                return f"suspect {state} in the model, the loss or the data set"
+                return f"suspect {state}"
             case _:
-                return f"one of them computes wrongly, or the job has {state}; `distbelief resume RUN` goes on"
+                return f"either one of them computes wrongly, or suspect {state}; `distbelief resume RUN` goes on"
 
     def _named(self, ranks: Sequence[int]) -> list[str]:
         return [self.names[rank] for rank in ranks]
 
 
-def last_good(step: int, plan: RecheckPlan, before: int) -> str:
-    """A sentence on the last step that is known to be good. `before`: the step of the last recheck."""
-    if before < 0:
-        return f"Step {step} was not committed. No step before it was rechecked"
+def last_good(step: int, plan: RecheckPlan, agreed: int) -> str:
+    """A sentence on the last step that is known to be good. `agreed`: the last step before it whose recheck agreed in
+    this generation; -1: none."""
+    if agreed < 0:
+        return f"Step {step} was not committed. Its members have rechecked no step before it together"
     if plan.whole:
-        return f"Step {step} was not committed. The last good step is {before}: all of its shards were computed twice"
+        return f"Step {step} was not committed. The last good step is {agreed}: all of its shards were computed twice"
     return (
-        f"Step {step} was not committed. The last step whose recheck agreed is {before}; the steps after it were "
+        f"Step {step} was not committed. The last step whose recheck agreed is {agreed}; the steps after it were "
         "committed without a recheck"
+    )
+
+
+def without_memory(names: Sequence[str], size_bytes: int) -> str:
+    """The notice about members that check no shards."""
+    verb, its = ("has", "its") if len(names) == 1 else ("have", "their")
+    return (
+        f"{listed(names)} {verb} no memory for rechecks ({size_bytes / 1e6:.1f} MB): {its} checks are left out until "
+        "the members change"
     )
 
 
