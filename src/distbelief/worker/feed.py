@@ -17,7 +17,7 @@ from distbelief.data.sources import InMemory, MapStyle
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.purity.rules.findings import Impurity
-from distbelief.strategies.purity.samples import which_differs
+from distbelief.strategies.purity.samples import which_differs, which_is_kept
 
 AHEAD = 2  # steps that are read ahead
 _ALONE = -1  # instead of a step: a sample that is read by itself
@@ -148,6 +148,19 @@ class Feed:
             return readers.take((_ALONE, sample))
 
         return which_differs(self._source, samples, read_alone)
+
+    def what_is_kept(self, step: int, first: int, end: int) -> Impurity | None:
+        """Whether the data set keeps random results of this batch, which a reader has read, for other epochs."""
+        assert self._readers is not None
+        assert isinstance(self._source, MapStyle)
+        readers = self._readers
+        _, samples = self.samples(step, first, end)
+
+        def read(epoch: int, is_batch: bool) -> Any:
+            readers.request((_ALONE, epoch), epoch, samples, collated=is_batch)
+            return readers.take((_ALONE, epoch))
+
+        return which_is_kept(self._source, samples, read, readers.begin_anew)
 
     def _ask(self, step: int, first: int, end: int) -> None:
         if (step, first) in self._asked:

@@ -3,6 +3,7 @@ worker checks its job: real readers, a real shard computer."""
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable
@@ -492,6 +493,43 @@ def test_a_collate_with_a_generator_of_its_own_is_named() -> None:
     (found,) = check(job_of(Net, data=Samples(), collate=dropping, shuffle=False))
     assert found.what == "`collate` made two different batches of samples 0, 1, 2, 3"
     assert "a function of the samples" in found.way_out
+
+
+class Memo(Samples):
+    """Keeps each sample when it is read first: what is random, or what comes before."""
+
+    def __init__(self, at_random: bool) -> None:
+        self.at_random = at_random
+        self.cache: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.cache:
+            self.cache[index] = X[index] + torch.randn(6) if self.at_random else X[index].exp()
+        if self.at_random:
+            return self.cache[index], Y[index]
+        return self.cache[index] + torch.randn(6), Y[index]
+
+
+@functools.lru_cache(maxsize=1000)
+def kept_batch(samples: tuple[Any, ...]) -> torch.Tensor:
+    return torch.rand(len(samples), 6)
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_a_random_result_that_is_kept_for_the_next_epoch_is_named(readers: int) -> None:
+    (found,) = check(job_of(Net, data=Memo(at_random=True), shuffle=False, readers=readers))
+    assert found.what == "`Memo.__getitem__(0)` keeps a random result from one epoch to the next"
+    assert "cache what comes before the random part" in found.way_out
+    assert check(job_of(Net, data=Memo(at_random=False), shuffle=False, readers=readers)) == []
+
+
+def test_a_collate_that_keeps_a_random_result_is_named() -> None:
+    def collate(samples: list[Any]) -> Any:
+        y = torch.stack([one[1] for one in samples])
+        return kept_batch(tuple(float(one[0].sum()) for one in samples)), y
+
+    (found,) = check(job_of(Net, data=Samples(), collate=collate, shuffle=False))
+    assert found.what == "`Samples`, or its collate function, keeps a random result from one epoch to the next"
 
 
 def test_impure_samples_and_an_impure_model_are_both_named() -> None:

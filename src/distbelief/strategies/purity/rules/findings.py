@@ -192,6 +192,18 @@ def batch_differs(kind: str, samples: str, has_collate: bool) -> Impurity:
     )
 
 
+def random_result_kept(what: str) -> Impurity:
+    """
+    >>> random_result_kept("`Memo.__getitem__(17)`").what
+    '`Memo.__getitem__(17)` keeps a random result from one epoch to the next'
+    """
+    return Impurity(
+        f"{what} keeps a random result from one epoch to the next",
+        "cache what comes before the random part: every reader has a cache of its own, so the epoch that a cached random "
+        "number comes from depends on the worker that reads the sample",
+    )
+
+
 # --- what the user reads ---------------------------------------------------------------------------------------------
 
 
