@@ -159,8 +159,8 @@ class Readers:
         self._collect(0)
 
     def begin_anew(self) -> None:
-        """End the reader that the last answer came from, and fork another one: the next request goes to a reader that has
-        read nothing. All answers must have been taken."""
+        """End the reader that the last answer came from, and fork another one: the next request goes to a reader that
+        has read nothing. All answers must have been taken."""
         if any(reader.in_hand for reader in self._readers):
             raise ValueError("a reader is at work")
         if self._readers:

@@ -141,6 +141,8 @@ def load(spec: WorkerSpec, segments: SegmentClient | None, checks: bool = True) 
     _require_memory(prepared, device)
     has = plugin(spec.options.strategy)  # members with different versions of a plug-in may not run together
     facts = {**prepared.facts(), **describe(device), **({"plug-in": has} if has else {})}
+    if strategy.exact:
+        facts["data"] = feed.checksum()
     checked = checked_canary(strategy, prepared, feed, watch.fetch) if checks else Checked(prepared.canary(watch.fetch))
     if checked.impurities and not spec.options.impure:
         message, hint, details = refusal(checked.impurities)

@@ -199,8 +199,8 @@ def random_result_kept(what: str) -> Impurity:
     """
     return Impurity(
         f"{what} keeps a random result from one epoch to the next",
-        "cache what comes before the random part: every reader has a cache of its own, so the epoch that a cached random "
-        "number comes from depends on the worker that reads the sample",
+        "cache what comes before the random part: every reader has a cache of its own, so the epoch that a cached "
+        "random number comes from depends on the workers",
     )
 
 
