@@ -163,6 +163,15 @@ class Readers:
             self._deaths = self._deaths.only(itertools.chain.from_iterable(left))
         self._collect(0)
 
+    def begin_anew(self) -> None:
+        """End the reader that the last answer came from, and fork another one: the next request goes to a reader that
+        has read nothing. All answers must have been taken."""
+        if any(reader.in_hand for reader in self._readers):
+            raise ValueError("a reader is at work")
+        if self._readers:
+            self._release(self._readers[0])  # of idle readers the first one is asked
+        self._replace()
+
     def close(self) -> None:
         """Kill the readers and wait until they have ended. May be called twice; in a forked copy of this object it does
         nothing."""

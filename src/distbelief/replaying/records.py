@@ -120,9 +120,13 @@ def canary_differs(run: RecordedRun, here: Canary) -> str:
     The canary is the first shard of step 0 with the initial weights, so it covers the job, its data and the machine.
     """
     there = run.facts.canary
+    data = there.facts.get("data"), here.facts.get("data")
+    if None not in data and data[0] != data[1]:
+        other = f"the job's data is not that of the run (checksum {data[1]}, not {data[0]})"
+        return f"the same bits cannot be expected: {other}"
     if there.fingerprint == here.fingerprint:
         return ""
-    names = sorted(there.facts.keys() | here.facts.keys())
+    names = sorted((there.facts.keys() | here.facts.keys()) - {"data"})
     differences = [
         f"{name} is {here.facts.get(name, 'unknown')} here and was {there.facts.get(name, 'unknown')}"
         for name in names

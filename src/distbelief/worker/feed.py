@@ -17,7 +17,13 @@ from distbelief.data.sources import InMemory, MapStyle
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
 from distbelief.strategies.purity.rules.findings import Impurity
-from distbelief.strategies.purity.samples import which_differs
+from distbelief.strategies.purity.samples import (
+    batches_checksum,
+    columns_checksum,
+    spread_shards,
+    which_differs,
+    which_is_kept,
+)
 
 AHEAD = 2  # steps that are read ahead
 _ALONE = -1  # instead of a step: a sample that is read by itself
@@ -132,8 +138,15 @@ class Feed:
         self._asked.discard((step, first))
         return self._readers.take((step, first)), high - low
 
+    def checksum(self) -> str:
+        """Equal on workers with the same data. Of much data a part is compared, spread by the seed."""
+        if isinstance(self._source, InMemory):
+            return columns_checksum(self._source.columns, self._seed)
+        chosen = spread_shards(self._schedule, self._seed)
+        return batches_checksum(self.fetch(step, shard, shard + 1)[0] for step, shard in chosen)
+
     def is_read(self) -> bool:
-        """Whether reader processes run a data set's code; tensors in memory are always the same."""
+        """Whether reader processes run a data set's code."""
         return self._readers is not None
 
     def what_differs(self, step: int, first: int, end: int) -> Impurity:
@@ -148,6 +161,19 @@ class Feed:
             return readers.take((_ALONE, sample))
 
         return which_differs(self._source, samples, read_alone)
+
+    def what_is_kept(self, step: int, first: int, end: int) -> Impurity | None:
+        """Whether the data set keeps random results of this batch, which a reader has read, for other epochs."""
+        assert self._readers is not None
+        assert isinstance(self._source, MapStyle)
+        readers = self._readers
+        _, samples = self.samples(step, first, end)
+
+        def read(epoch: int, is_batch: bool) -> Any:
+            readers.request((_ALONE, epoch), epoch, samples, collated=is_batch)
+            return readers.take((_ALONE, epoch))
+
+        return which_is_kept(self._source, samples, read, readers.begin_anew)
 
     def _ask(self, step: int, first: int, end: int) -> None:
         if (step, first) in self._asked:

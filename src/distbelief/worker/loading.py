@@ -28,7 +28,7 @@ from distbelief.strategies import plugin, require
 from distbelief.strategies.base import Fetch, Prepared, ServerJob, Strategy
 from distbelief.strategies.flatmodel.namedtensors import tied, transient
 from distbelief.strategies.purity.rules.findings import Checked, notice, refusal
-from distbelief.strategies.purity.samples import HeldBatch
+from distbelief.strategies.purity.samples import BatchReadTwice
 from distbelief.strategies.purity.shards import CANARY
 from distbelief.transport.shm.memfd import require_memory
 from distbelief.transport.shm.segment import SegmentClient
@@ -148,6 +148,8 @@ def load(spec: WorkerSpec, segments: SegmentClient | None, checks: bool = True) 
     _require_memory(prepared, device)
     has = plugin(spec.options.strategy)  # members with different versions of a plug-in may not run together
     facts = {**prepared.facts(), **describe(device), **({"plug-in": has} if has else {})}
+    if strategy.exact:
+        facts["data"] = feed.checksum()
     checked = checked_canary(strategy, prepared, feed, watch.fetch) if checks else Checked(prepared.canary(watch.fetch))
     if checked.impurities and not spec.options.impure:
         message, hint, details = refusal(checked.impurities)
@@ -168,9 +170,10 @@ def checked_canary(strategy: Strategy, prepared: Prepared, feed: Feed, fetch: Fe
         return Checked(prepared.canary(fetch))
     if not feed.is_read():
         return prepared.checked_canary(fetch)
-    held = HeldBatch(fetch)
-    checked = prepared.checked_canary(held)
-    return checked if held.is_same else replace(checked, impurities=[feed.what_differs(*CANARY), *checked.impurities])
+    batch = BatchReadTwice(fetch)
+    of_samples = feed.what_is_kept(*CANARY) if batch.is_same else feed.what_differs(*CANARY)
+    checked = prepared.checked_canary(batch)
+    return replace(checked, impurities=[of_samples, *checked.impurities]) if of_samples else checked
 
 
 def _require_memory(prepared: Prepared, device: torch.device) -> None:

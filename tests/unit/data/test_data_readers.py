@@ -77,6 +77,28 @@ def test_samples_come_without_the_collate_if_they_are_asked_for_so() -> None:
         assert r.take((0, 0)) == [6, 8]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_reader_that_begins_anew_has_read_nothing(processes: int) -> None:
+    read: list[int] = []
+
+    def count(sample: int) -> int:
+        read.append(sample)
+        return len(read)
+
+    with readers(count, processes) as r:
+        seen = []
+        for number in range(6):
+            r.request((0, number), 0, samples(number))
+            seen += r.take((0, number)).tolist()
+            if number in (1, 4):
+                r.begin_anew()
+        assert seen == [1, 2, 1, 2, 3, 1]
+        assert len(r.pids) == processes
+        r.request((1, 0), 0, samples(7))
+        with pytest.raises(ValueError, match="at work"):
+            r.begin_anew()
+
+
 def test_requests_are_not_read_twice_and_unknown_ones_are_refused(tmp_path: pathlib.Path) -> None:
     def read(sample: int) -> int:
         (tmp_path / f"{time.monotonic_ns()}").touch()

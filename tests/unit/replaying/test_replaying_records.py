@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from distbelief.control.messages import Canary, WorkerFailed
 from distbelief.errors import DistBeliefError
 from distbelief.launch.launch import Launch, keep_launch
 from distbelief.options import RunOptions
-from distbelief.replaying.records import canary_differs, chosen_step, read_run
+from distbelief.replaying.records import JobFacts, canary_differs, chosen_step, read_run
 from distbelief.worker.spec import JobSource
 from tests.support.replayed import journalled
 
@@ -109,4 +110,9 @@ def test_the_canary_says_why_bits_may_differ(tmp_path: Path) -> None:
     assert canary_differs(run, Canary("c1", {})) == "", "the bits are the same, whatever else is not"
     why = canary_differs(run, Canary("c2", {"threads": "1", "torch": "2.6", "device": "cpu"}))
     assert why.endswith("device is cpu here and was unknown; threads is 1 here and was 2")
+    data = replace(run, facts=JobFacts("allreduce", Canary("c1", {**CANARY.facts, "data": "0a"})))
+    assert canary_differs(data, Canary("c1", {"data": "0a"})) == canary_differs(data, Canary("c1", {})) == ""
+    assert "the job's data is not that of the run (checksum 0b, not 0a)" in canary_differs(
+        data, Canary("c1", {"data": "0b"})
+    )
     assert canary_differs(run, Canary("c2", dict(CANARY.facts))).endswith("the machine is another one")

@@ -186,7 +186,7 @@ def test_a_job_file_that_has_changed(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB.replace("manual_seed(4)", "manual_seed(5)"))
     found = replay(run_dir, 1)
     assert (found.verdict, found.differs_from) == ("differs", 0)
-    assert "the job file, its data or the machine is another one" in found.other_bits
+    assert "the job's data is not that of the run" in found.other_bits
 
 
 def test_a_job_that_fails_on_the_way(tmp_path: Path) -> None:

@@ -59,11 +59,19 @@ def _canary_refusal(worker: int, canary: Canary, run: Canary) -> str:
     names = [
         name for name in sorted(canary.facts.keys() | run.facts.keys()) if canary.facts.get(name) != run.facts.get(name)
     ]
+    data, run_data = canary.facts.get("data"), run.facts.get("data")
+    names = [name for name in names if name != "data"]
     if names:
         told = [fact(name, canary.facts.get(name, "unknown"), run.facts.get(name, "unknown")) for name in names]
         return (
             f"worker {worker} {'; it '.join(difference for difference, _ in told)}: "
             f"its results would differ in the last bits; {' and '.join(fix for _, fix in told)}, or use exact=False"
+        )
+    if None not in (data, run_data) and data != run_data:  # runs of earlier versions have no checksum
+        return (
+            f"worker {worker} has other data than the run (checksum {data}, the run's is {run_data}): the job's data "
+            "is not the same each time it is made (random numbers without a seed, the clock, files that differ between "
+            "hosts); make it the same on every worker, or set exact=False"
         )
     if canary.fingerprint != run.fingerprint:
         return (

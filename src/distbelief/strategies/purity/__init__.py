@@ -1,6 +1,6 @@
 """The purity check: before training, every worker of an exact strategy computes a shard several times and compares.
 
-samples.py reads the samples of the canary's shard twice; shards.py computes that shard again, after another shard and
-after itself; hidden.py finds the Python state that made a difference. rules/findings.py says it in words.
-docs/purity.md is the same for users.
+samples.py reads the samples of the canary's shard twice, and in another epoch, and sums up the data for a comparison
+with other workers; shards.py computes that shard again, after another shard and after itself; hidden.py finds the
+Python state that made a difference. rules/findings.py says it in words. docs/purity.md is the same for users.
 """

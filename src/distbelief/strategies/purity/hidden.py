@@ -33,7 +33,7 @@ MOST_ELEMENTS = 1_000
 """Longer containers are compared by their length."""
 DEEPEST = 3
 
-_MODULE_KEYS = frozenset(vars(nn.Module()))
+_MODULE_KEYS = frozenset(vars(nn.Module())) - {"training"}
 _FOREIGN = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     str(Path(torch.__file__).parent),
@@ -112,6 +112,62 @@ def changes(before: Snapshot, after: Snapshot) -> list[tuple[Place, Hidden]]:
     return sorted(found, key=lambda one: order.index(one[1].kind))
 
 
+@dataclass(frozen=True)
+class Counter:
+    """Numbers that change each time: a place with a number, or the elements `keys` of the list or mapping there."""
+
+    place: Place
+    keys: tuple[Any, ...] = ()
+
+    @property
+    def hidden(self) -> Hidden:
+        return Hidden(self.place.name, self.place.owner, "value", self.place.in_loss)
+
+    def move(self, to: int) -> None:
+        value = self.place.kept.restored()
+        if not self.keys:
+            self.place.put(type(value)(to))
+        for key in self.keys:
+            value[key] = type(value[key])(to)
+
+    def put_back(self) -> None:
+        self.place.put_back()
+
+
+def counters(before: Snapshot, after: Snapshot) -> list[Counter]:
+    """The numbers that differ, with their values of the second snapshot."""
+    found = []
+    for name, place in after.items():
+        then, now = before.get(name), place.kept.token
+        if then is None or then.kept.token == now:
+            continue
+        if _is_number(now) and _is_number(then.kept.token):
+            found.append(Counter(place))
+        elif old := dict(_parts(then.kept.token)):
+            new = dict(_parts(now))
+            changed = {key for key in old.keys() & new if _is_number(old[key]) and _is_number(new[key])}
+            changed = {key for key in changed if old[key] != new[key]}
+            value = place.kept.restored()
+            keys = value if isinstance(value, dict) else range(len(value))
+            if changed:
+                found.append(Counter(place, tuple(key for key in keys if _key(key) in changed)))
+    return found
+
+
+def _is_number(token: Any) -> bool:
+    return isinstance(token, tuple) and bool(token) and token[0] in ("int", "float")
+
+
+def _parts(token: Any) -> Iterable[tuple[Any, Any]]:
+    """The tokens of the elements of a list or mapping, by their keys."""
+    match token:
+        case "list", tuple(elements):
+            return ((repr(number), one) for number, one in enumerate(elements))
+        case "dict", tuple(elements):
+            return elements
+    return ()
+
+
 class _Walk:
     def __init__(self, model: nn.Module, buffers: Collection[str]) -> None:
         self._buffers = buffers
@@ -130,9 +186,8 @@ class _Walk:
             label = type(module).__name__
             self._attributes(module, path, f"a Python attribute of {label}", in_loss, 0)
             self._class(type(module), in_loss)
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                for hook in list(hooks.values()):
-                    self.callable(hook, getattr(hook, "__name__", "hook"), in_loss)
+            for hook in _hooks(module):
+                self.callable(hook, getattr(hook, "__name__", "hook"), in_loss)
             if id(module) not in self._own:  # a loss that is a module: nobody restores its buffers
                 for registered in (module._buffers, module._parameters):
                     what = f"a buffer or parameter of {label}, which is no part of the model"
@@ -258,6 +313,22 @@ class _Walk:
         return True
 
 
+def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """The hooks of a module and of its own parameters; of these not our own."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks):
+        yield from list(hooks.values())
+    for parameter in module._parameters.values():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(parameter, name, None) or {}
+            yield from (hook for hook in list(hooks.values()) if not _is_foreign(hook))
+
+
+def _is_foreign(hook: Any) -> bool:
+    while isinstance(hook, partial | MethodType):
+        hook = hook.func if isinstance(hook, partial) else hook.__func__
+    return isinstance(hook, FunctionType) and hook.__code__.co_filename.startswith(_FOREIGN)
+
+
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
@@ -330,13 +401,13 @@ class Keeper:
             return Kept((kind, id(value), len(value)), lambda: value)
         if isinstance(value, dict):
             kept = {key: self(one, depth - 1) for key, one in value.items()}
-            return Kept((kind, _tokens(kept)), partial(_refilled, value, value, kept))
+            return Kept((kind, _tokens(kept)), partial(_refilled, value, value, kept), _kind(kept.values()))
         elements = [self(one, depth - 1) for one in value]
         tokens = tuple(one.token for one in elements)
         if isinstance(value, set | frozenset):
             tokens = tuple(sorted(map(repr, tokens)))
         if isinstance(value, tuple | frozenset):
-            return Kept((kind, tokens), lambda: ([one.restored() for one in elements], value)[1])
+            return Kept((kind, tokens), lambda: ([one.restored() for one in elements], value)[1], _kind(elements))
 
         def restored() -> Any:
             contents = [one.restored() for one in elements]
@@ -344,7 +415,11 @@ class Keeper:
             (value.update if isinstance(value, set) else value.extend)(contents)
             return value
 
-        return Kept((kind, tokens), restored)
+        return Kept((kind, tokens), restored, _kind(elements))
+
+
+def _kind(elements: Iterable[Kept]) -> Kind:
+    return "tensor" if any(one.kind == "tensor" for one in elements) else "value"
 
 
 def _generator(value: Any) -> Kept | None:
@@ -380,7 +455,11 @@ def _refilled(value: Any, inside: dict[Any, Any], kept: dict[Any, Kept]) -> Any:
 
 
 def _tokens(kept: dict[Any, Kept]) -> tuple[Any, ...]:
-    return tuple((repr(key) if isinstance(key, str | int) else id(key), one.token) for key, one in kept.items())
+    return tuple((_key(key), one.token) for key, one in kept.items())
+
+
+def _key(key: Any) -> Any:
+    return repr(key) if isinstance(key, str | int) else id(key)
 
 
 def _is_ordinary(value: Any) -> bool:
@@ -446,6 +525,8 @@ def content(value: Any, depth: int = 8) -> Any:
     if isinstance(value, np.ndarray) and value.dtype != object:
         bits = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         return "array", str(value.dtype), value.shape, zlib.crc32(bits.data)
+    if isinstance(value, str) and value.startswith("/"):
+        return "path"  # hosts keep their files in different folders
     if isinstance(value, int | float | complex | str | bytes | bytearray | np.generic) or value is None:
         return type(value).__name__, repr(value)
     if depth and isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Computes the canary's shard several times, in other company, and compares the results and what they leave behind.
+"""Computes the canary's shard several times, after other shards, and compares the results and what they leave behind.
 
     A, B, A, A      A: the canary's shard. B: another shard, at slightly other weights.
 
@@ -6,7 +6,8 @@ Buffers are restored before each shard, as they are in training; nothing else is
 time, and the parameters must keep their bytes. B is computed at other weights because a teacher that follows the
 weights does not move while both are equal. The third A follows an A: state with a period of two calls differs there.
 
-If the results differ, experiments find the cause: A is computed again with hidden state put back.
+If the results differ, experiments find the cause: A is computed again with hidden state put back. If they are equal,
+and numbers count the calls, A is computed again with these counters moved.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from torch import nn
 from distbelief.shards import shard_seed
 from distbelief.strategies.base import Fetch
 from distbelief.strategies.flatmodel.compute import Rehearsal, ShardComputer
-from distbelief.strategies.purity.hidden import Place, changes, checksum, snapshot
+from distbelief.strategies.purity.hidden import Counter, Place, changes, checksum, counters, snapshot
 from distbelief.strategies.purity.rules.findings import Checked, Hidden, Impurity, Written, hidden, unexplained, written
 
 CANARY = (0, 0, 1)
 """Step, first shard, end shard of A: what the canary computes."""
-COMPANY = (1, 0, 1)
+OTHER = (1, 0, 1)
 """Step, first shard, end shard of B. A batch of another step has other samples even if a step has one shard."""
 MOST_EXPERIMENTS = 12
 NUDGE = 1.125
+MOVED_TO = (-2, -1, 10**9)
+"""Values for counters. After -2 and -1 come -1 and 0, one of which acts "every n calls"; a billion is beyond any
+threshold."""
 
 Rehearse = Callable[[Any, int], Rehearsal]
 Outcome = tuple[tuple[Any, ...], dict[str, int]]
@@ -60,15 +64,18 @@ class _Check:
     def impurities(self) -> list[Impurity]:
         names = self._marked()
         again = self._outcome
+        late: list[Hidden] = []
         if not names:  # else the rest would say no more
-            self._compute_company()
-            for _ in range(2):
+            self._compute_other()
+            again = self._again()
+            if again == self._outcome:
+                before = self._snapshot()
                 again = self._again()
-                if again != self._outcome:
-                    break
+                if again == self._outcome and not self._marked():
+                    late = self._late(counters(before, self._snapshot()))
             names = self._marked() | self._rewritten()
-        if names:
-            return written([self._written(name) for name in self._parameters() if name in names])
+        if names or late:
+            return self._all_written(names) + hidden(late)
         return [] if again == self._outcome else self._causes(again)
 
     # --- A and B -------------------------------------------------------------------------------------------------
@@ -76,9 +83,9 @@ class _Check:
     def _again(self) -> Outcome:
         return _outcome(self._rehearse(*self._fetch(*CANARY)))
 
-    def _compute_company(self) -> None:
+    def _compute_other(self) -> None:
         # another shape of a batch would be compiled anew
-        batch = CANARY if self._computer.job.compile else COMPANY
+        batch = CANARY if self._computer.job.compile else OTHER
         seed = shard_seed(self._computer.job.seed, 1, 0)
         try:
             with _nudged(self._computer.parameters):
@@ -88,12 +95,16 @@ class _Check:
 
     # --- parameters ----------------------------------------------------------------------------------------------
 
+    def _all_written(self, names: set[str]) -> list[Impurity]:
+        return written([self._written(name) for name in {**self._marks, **self._parameters()} if name in names])
+
     def _parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._computer.model.named_parameters())
 
     def _marked(self) -> set[str]:
-        """The parameters that were replaced, made, or written in place."""
-        return {name for name, one in self._parameters().items() if self._marks.get(name) != _mark(one)}
+        """The parameters that were replaced, made, removed, or written in place."""
+        marks = {name: _mark(one) for name, one in self._parameters().items()}
+        return {name for name in self._marks | marks if self._marks.get(name) != marks.get(name)}
 
     def _rewritten(self) -> set[str]:
         """The parameters with other bytes than before."""
@@ -105,7 +116,37 @@ class _Check:
         entries = self._computer.layout.entries
         place = next((i for i, one in enumerate(entries) if one.name == name), None)
         learns = place is not None and bool(self._touched[place])
-        return Written(name, learns, limit, name not in self._marks)
+        return Written(name, learns, limit, name not in self._marks, name not in self._parameters())
+
+    # --- counters that act later ---------------------------------------------------------------------------------
+
+    def _late(self, found: Sequence[Counter]) -> list[Hidden]:
+        """The numbers that make a difference at another value: "every 100 calls" and "after 1,000 calls" act there."""
+        named: list[Counter] = []
+        for to in MOVED_TO if found else ():
+            if not self._differs_with(found, to, found):
+                continue
+            named += [one for one in found[:MOST_EXPERIMENTS] if self._differs_with([one], to, found)] or list(found)
+            break
+        for one in found:
+            one.put_back()
+        return [one.hidden for one in named]
+
+    def _differs_with(self, moved: Sequence[Counter], to: int, found: Sequence[Counter]) -> bool:
+        """Whether A has another result, or writes parameters, with these counters moved and the others as they are."""
+        written_before = self._marked()
+        marks = {name: _mark(one) for name, one in self._parameters().items()}
+        try:
+            for one in found:
+                one.put_back()
+            for one in moved:
+                one.move(to)
+            again = self._again()
+        except Exception:  # the job's code does not take such a number
+            return False
+        writes = any(marks.get(name) != _mark(one) for name, one in self._parameters().items())
+        # after a write A has another result anyway
+        return writes or (not written_before and again != self._outcome)
 
     # --- hidden state --------------------------------------------------------------------------------------------
 

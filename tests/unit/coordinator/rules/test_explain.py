@@ -39,6 +39,19 @@ def test_only_the_fingerprint_differs() -> None:
     assert text.startswith("worker 2 computed other bits for the same shard (fingerprint a1b2, the run's is c3d4)")
 
 
+def test_other_data_are_told_from_another_machine() -> None:
+    run = replace(CANARY, facts={**CANARY.facts, "data": "0a0a"})
+    other = replace(run, fingerprint="ffff", facts={**CANARY.facts, "data": "1b1b"})
+    for canary in (other, replace(other, fingerprint="c3d4")):
+        text = explain.refusal(2, JOB, canary, JOB, run, exact=True)
+        assert text.startswith("worker 2 has other data than the run (checksum 1b1b, the run's is 0a0a)")
+        assert "random numbers without a seed" in text
+        assert explain.refusal(2, JOB, canary, JOB, run, exact=False) == ""
+        assert "threads" in explain.refusal(2, JOB, replace(canary, facts={"threads": "2"}), JOB, run, exact=True)
+    assert explain.refusal(2, JOB, run, JOB, CANARY, exact=True) == "", "a run of an earlier version"
+    assert "other bits" in explain.refusal(2, JOB, other, JOB, CANARY, exact=True)
+
+
 def test_another_job_is_refused_even_when_not_exact() -> None:
     text = refusal(job=replace(JOB, samples=900, steps=9), exact=False)
     assert "would train 9 steps, the run 10" in text

@@ -3,8 +3,11 @@ worker checks its job: real readers, a real shard computer."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -264,6 +267,159 @@ def test_hidden_state_is_named_with_the_way_out(name: str) -> None:
     assert way_out in found[0].way_out
 
 
+class Target(Net):
+    """A network that is copied every 100 calls, as for Q-learning."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.leave).requires_grad_(False)
+        self.place = place
+        self.calls, self.several, self.named = 0, [7, 0], {"size": 6, "calls": 0}
+        self.seen: list[int] = []
+
+    def count(self) -> int:
+        self.calls += self.place == "attribute"
+        self.several[1] += self.place == "list"
+        self.named["calls"] += self.place == "mapping"
+        self.seen.append(len(self.seen))  # changes too, and nothing depends on it
+        return self.calls + self.several[1] + self.named["calls"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.count() % 100 == 0:
+            self.target.load_state_dict(self.leave.state_dict())
+        hidden = torch.tanh(self.enter(x))
+        return self.leave(hidden) - self.target(hidden)
+
+
+class Freezing(Net):
+    calls = 0
+    samples = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.samples += len(x)
+        hidden = torch.tanh(self.enter(x))
+        return self.leave(hidden.detach() if self.calls > 1000 else hidden)
+
+
+class EveryHundred:
+    """A loss that changes at call 99, 199, …: it looks before it counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        scale = 0.5 if self.calls % 100 == 99 else 1.0
+        self.calls += 1
+        return F.cross_entropy(output, target) * scale
+
+
+PLACES = {"attribute": "calls", "list": "several", "mapping": "named"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_counter_that_writes_parameters_later_is_named_with_them(place: str) -> None:
+    parameters, counter = check(job_of(lambda: Target(place)))
+    assert parameters.what == "`target.weight` and `target.bias` are written in forward"
+    assert counter.what.startswith(f"`{PLACES[place]}` (a Python attribute of Target) changes while")
+
+
+@pytest.mark.parametrize(
+    ("job", "what"),
+    [
+        (job_of(Freezing), "`calls` (a Python attribute of Freezing) changes while a shard is computed, "),
+        (job_of(Net, loss=EveryHundred()), "`loss.calls` (an attribute of EveryHundred) changes in the loss, "),
+    ],
+)
+def test_a_counter_that_acts_later_is_named(job: Any, what: str) -> None:
+    (found,) = check(job)
+    assert found.what.startswith(what)
+
+
+def test_a_counter_has_its_old_value_after_the_check() -> None:
+    model = Freezing()
+    check(job_of(lambda: model))
+    calls = model.calls
+    assert 0 < calls < 100
+    assert model.samples == 4 * (calls - 1) + 4  # the other shard has four samples too
+
+
+class Mode(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.leave(self.norm(torch.tanh(self.enter(x))))
+        self.norm.eval()
+        return out
+
+
+def backward_hook(kind: str) -> nn.Module:
+    model = Net()
+    number = 0
+
+    def scaled(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal number
+        number += 1
+        return gradient / number
+
+    if kind == "module":
+        model.leave.register_full_backward_hook(lambda module, grads, outputs: (scaled(grads[0]),))
+    elif kind == "before module":
+        model.leave.register_full_backward_pre_hook(lambda module, outputs: (scaled(outputs[0]),))
+    else:
+        model.enter.weight.register_hook(scaled)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["module", "before module", "parameter"])
+def test_state_of_a_backward_hook_is_named(kind: str) -> None:
+    (found,) = check(job_of(lambda: backward_hook(kind)))
+    assert found.what.startswith("`number` (a variable around the function scaled) changes while a shard is computed")
+
+
+def test_a_mode_that_changes_in_forward_is_named() -> None:
+    (found,) = check(job_of(Mode))
+    assert found.what.startswith("`norm.training` (a Python attribute of BatchNorm1d) changes")
+    assert "override `train`" in found.way_out
+
+
+class Queue(Net):
+    """Subtracts the mean of the last means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: deque[torch.Tensor] = deque(maxlen=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.means.append(out.detach().mean())
+        return out * sum(self.means) / len(self.means)
+
+
+def test_a_container_of_tensors_gets_the_advice_of_a_tensor() -> None:
+    (found,) = check(job_of(Queue))
+    assert found.what.startswith("`means` (a Python attribute of Queue)")
+    assert "a statistic" in found.way_out
+
+
+class TiedLate(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.other.weight = self.leave.weight
+        return super().forward(x) + self.other(torch.tanh(self.enter(x)))
+
+
+def test_a_parameter_that_disappears_is_named() -> None:
+    (found,) = check(job_of(TiedLate))
+    assert found.what == "`other.weight` is removed or replaced by another parameter in forward"
+    assert "tie weights in the module's __init__" in found.way_out
+
+
 def test_of_a_buffer_that_cannot_be_pinned_down_the_name_is_said() -> None:
     class Timed(Net):
         def __init__(self) -> None:
@@ -492,6 +648,43 @@ def test_a_collate_with_a_generator_of_its_own_is_named() -> None:
     (found,) = check(job_of(Net, data=Samples(), collate=dropping, shuffle=False))
     assert found.what == "`collate` made two different batches of samples 0, 1, 2, 3"
     assert "a function of the samples" in found.way_out
+
+
+class Memo(Samples):
+    """Keeps each sample when it is read first: what is random, or what comes before."""
+
+    def __init__(self, at_random: bool) -> None:
+        self.at_random = at_random
+        self.cache: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.cache:
+            self.cache[index] = X[index] + torch.randn(6) if self.at_random else X[index].exp()
+        if self.at_random:
+            return self.cache[index], Y[index]
+        return self.cache[index] + torch.randn(6), Y[index]
+
+
+@functools.lru_cache(maxsize=1000)
+def kept_batch(samples: tuple[Any, ...]) -> torch.Tensor:
+    return torch.rand(len(samples), 6)
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_a_random_result_that_is_kept_for_the_next_epoch_is_named(readers: int) -> None:
+    (found,) = check(job_of(Net, data=Memo(at_random=True), shuffle=False, readers=readers))
+    assert found.what == "`Memo.__getitem__(0)` keeps a random result from one epoch to the next"
+    assert "cache what comes before the random part" in found.way_out
+    assert check(job_of(Net, data=Memo(at_random=False), shuffle=False, readers=readers)) == []
+
+
+def test_a_collate_that_keeps_a_random_result_is_named() -> None:
+    def collate(samples: list[Any]) -> Any:
+        y = torch.stack([one[1] for one in samples])
+        return kept_batch(tuple(float(one[0].sum()) for one in samples)), y
+
+    (found,) = check(job_of(Net, data=Samples(), collate=collate, shuffle=False))
+    assert found.what == "`Samples`, or its collate function, keeps a random result from one epoch to the next"
 
 
 def test_impure_samples_and_an_impure_model_are_both_named() -> None:

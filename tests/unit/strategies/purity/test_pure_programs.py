@@ -85,6 +85,28 @@ class Harmless(nn.Module):
         return out
 
 
+class Counting(nn.Module):
+    """Counts, and does nothing with the counts but to say something, or to build again what it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, 2)
+        self.calls, self.samples, self.at = 0, 0, 0
+        self.ring = [0.0] * 4
+        self.table = torch.zeros(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.calls % 5 == 0:
+            self.table = torch.arange(6.0)
+        self.calls += 1
+        self.samples += len(x)
+        self.rows, self.columns = x.shape
+        out = self.enter(x[: self.rows] * self.table[: self.columns])
+        self.ring[self.at] = float(out.detach().mean())  # at a billion an error
+        self.at = (self.at + 1) % 4
+        return out / (self.samples / self.samples)
+
+
 class InPlace(nn.Module):
     """Writes into its input, and recomputes a part in the backward pass."""
 
@@ -123,6 +145,7 @@ PURE = {
     "an LSTM": lambda: job_of(Recurrent),
     "state in buffers": lambda: job_of(Teacher),
     "harmless state": lambda: job_of(Harmless),
+    "counters": lambda: job_of(Counting),
     "writes into its input": lambda: job_of(InPlace),
     "compiled": lambda: job_of(compilable, compile=True),
     "oneDNN": lambda: job_of(lambda: nn.Sequential(nn.Linear(6, 512), nn.Linear(512, 2)), matmul="onednn"),

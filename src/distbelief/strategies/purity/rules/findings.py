@@ -46,6 +46,8 @@ class Written:
     """The limit of the embedding layer that it belongs to."""
     is_new: bool = False
     """Whether it did not exist before the shard."""
+    is_removed: bool = False
+    """Whether it does not exist after the shard."""
 
 
 def written(parameters: Sequence[Written]) -> list[Impurity]:
@@ -55,6 +57,8 @@ def written(parameters: Sequence[Written]) -> list[Impurity]:
     '`teacher.weight` and `teacher.bias` are written in forward'
     """
     new = [one.name for one in parameters if one.is_new]
+    removed = [one.name for one in parameters if one.is_removed]
+    parameters = [one for one in parameters if not one.is_removed]
     limited = [one for one in parameters if one.max_norm is not None and not one.is_new]
     others = [one for one in parameters if one.max_norm is None and not one.is_new]
     found = []
@@ -63,6 +67,13 @@ def written(parameters: Sequence[Written]) -> list[Impurity]:
             Impurity(
                 f"{_listed(new)} {_is(new)} made in forward, and would never be trained",
                 "make every parameter in the module's __init__",
+            )
+        )
+    if removed:
+        found.append(
+            Impurity(
+                f"{_listed(removed)} {_is(removed)} removed or replaced by another parameter in forward",
+                "tie weights in the module's __init__",
             )
         )
     found += [
@@ -114,8 +125,8 @@ def hidden(places: Sequence[Hidden]) -> list[Impurity]:
 def _verb(one: Hidden) -> str:
     if one.kind == "generator":
         return "draws other numbers each time"
-    where = "the loss" if one.in_loss else "forward"
-    return f"changes in {where}, and the result depends on it"
+    where = "in the loss" if one.in_loss else "while a shard is computed"
+    return f"changes {where}, and the result depends on it"
 
 
 def _way_out(one: Hidden) -> str:
@@ -125,6 +136,11 @@ def _way_out(one: Hidden) -> str:
         )
     if one.kind == "late buffer":
         return f"register `{one.name}` in the module's __init__"
+    if one.name.rpartition(".")[2] == "training":
+        return (
+            "override `train` of that module, so that its mode never changes (`def train(self, mode=True): return "
+            "super().train(False)`): evaluations call `eval` and `train` of the whole model"
+        )
     if one.in_loss:
         return (
             f"the loss must be a function of output and target: keep `{one.name}` as a buffer of the model "
@@ -189,6 +205,18 @@ def batch_differs(kind: str, samples: str, has_collate: bool) -> Impurity:
     return Impurity(
         f"`{kind}` gave two different batches of {samples}",
         "a sample must not depend on the samples that were read before it, nor on the time",
+    )
+
+
+def random_result_kept(what: str) -> Impurity:
+    """
+    >>> random_result_kept("`Memo.__getitem__(17)`").what
+    '`Memo.__getitem__(17)` keeps a random result from one epoch to the next'
+    """
+    return Impurity(
+        f"{what} keeps a random result from one epoch to the next",
+        "cache what comes before the random part: every reader has a cache of its own, so the epoch that a cached "
+        "random number comes from depends on the workers",
     )
 
 

@@ -59,13 +59,24 @@ def test_hidden_state_is_a_buffer_or_a_global_generator_or_no_state() -> None:
     generator, counter, carried, loss = hidden(given)
     assert generator.what == "`noise.draws` (a Python attribute of Noise) draws other numbers each time"
     assert "seeded for each shard" in generator.way_out
-    assert counter.what == (
-        "`encoder.calls` (a Python attribute of Encoder) changes in forward, and the result depends on it"
-    )
+    assert counter.what.startswith("`encoder.calls` (a Python attribute of Encoder) changes while a shard is computed")
+    assert counter.what.endswith(", and the result depends on it")
     assert "`register_buffer`" in counter.way_out
     assert "must begin anew in each batch" in carried.way_out
     assert loss.what.endswith("changes in the loss, and the result depends on it")
     assert "a function of output and target" in loss.way_out
+
+
+def test_the_mode_of_a_module_is_no_counter() -> None:
+    (found,) = hidden([Hidden("norm.training", "a Python attribute of BatchNorm1d", "value")])
+    assert "override `train` of that module" in found.way_out
+    assert "counter" not in found.way_out
+
+
+def test_a_parameter_that_disappears_is_tied_too_late() -> None:
+    (found,) = written([Written("head.weight", False, is_removed=True)])
+    assert found.what == "`head.weight` is removed or replaced by another parameter in forward"
+    assert found.way_out == "tie weights in the module's __init__"
 
 
 def test_what_is_not_explained_names_what_differed() -> None:
