@@ -2,5 +2,6 @@
 
 samples.py reads the samples of the canary's shard twice, and in another epoch, and sums up the data for a comparison
 with other workers; shards.py computes that shard again, after another shard and after itself; hidden.py finds the
-Python state that made a difference. rules/findings.py says it in words. docs/purity.md is the same for users.
+Python state that made a difference; calls.py moves counters, and checks what updates the parameters. rules/findings.py
+says it in words. docs/purity.md is the same for users.
 """

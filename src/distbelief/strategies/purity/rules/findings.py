@@ -179,6 +179,38 @@ def unexplained(gradients: Sequence[str], buffers: Sequence[str], changed: Seque
     )
 
 
+# --- updates ---------------------------------------------------------------------------------------------------------
+
+
+def schedule_differs(changed: Sequence[Hidden]) -> Impurity:
+    """
+    >>> schedule_differs([Hidden("calls", "a global variable of job.py", "value")]).what
+    '`schedule` gave two factors for one step (`calls`, a global variable of job.py, changed meanwhile)'
+    """
+    what = "`schedule` gave two factors for one step"
+    if changed:
+        what += f" (`{changed[0].name}`, {changed[0].owner}, changed meanwhile)"
+    return Impurity(what, "make it a function of the step alone: several workers call it, and again after a death")
+
+
+def optimizer_differs(kind: str, changed: Sequence[str]) -> Impurity:
+    """`changed`: what changes in a step, besides `state`."""
+    where = f", in {_listed(changed)}" if changed else ""
+    return Impurity(
+        f"the optimizer {kind} keeps state outside of `optimizer.state`{where}: a new one, with the saved state, takes "
+        "another step",
+        "keep it in `self.state[parameter]`, as a tensor or a number: this is shared by the workers, and saved",
+    )
+
+
+def counts_calls(what: str, counter: Hidden, of: str) -> Impurity:
+    """`of`: of what it must be a function."""
+    return Impurity(
+        f"{what} counts its calls in `{counter.name}` ({counter.owner}), and later the result depends on it",
+        f"make it a function of {of} alone: workers call it at other times, and again after a death",
+    )
+
+
 # --- samples ---------------------------------------------------------------------------------------------------------
 
 
