@@ -13,8 +13,8 @@ Such a buffer is recognised by two properties together, on shard 0 of step 0:
 - The model reads it: with the buffer as the shard has left it, the same batch gives another loss.
 
 Both must hold, so neither statistics nor a copy of activations that is only kept for logging is taken for such a
-buffer. Not recognised: a hidden state after dropout, whose mask does not follow the samples, and rows that are strewn
-over a buffer.
+buffer. Not recognised: a hidden state after dropout, whose mask does not follow the samples, and rows in other places
+of a longer buffer.
 """
 
 from __future__ import annotations

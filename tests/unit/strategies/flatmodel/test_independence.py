@@ -101,6 +101,7 @@ def test_a_buffer_that_takes_the_batch_s_size_is_named() -> None:
     with pytest.raises(JobError, match=r"'h' changed its shape while training, from \(1, 5\) to \(6, 5\)") as caught:
         canary(model)
     assert "averaged over the shards" in caught.value.hint
+    assert "a table that grows (of a rotary embedding) has its full size from __init__ on" in caught.value.hint
 
 
 class Contrast(nn.Module):
