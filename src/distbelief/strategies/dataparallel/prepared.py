@@ -38,8 +38,8 @@ from distbelief.strategies.flatmodel.layout import lay_out, trainable
 from distbelief.strategies.flatmodel.namedtensors import frozen, set_frozen
 from distbelief.strategies.flatmodel.rules.stepwork import slots_needed
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
+from distbelief.strategies.purity import Checked, Impurity
 from distbelief.strategies.purity.calls import check_after_update, check_optimizer, check_schedule
-from distbelief.strategies.purity.rules.findings import Checked, Impurity
 from distbelief.strategies.purity.shards import CANARY, check_purity
 from distbelief.strategies.tables.embedding import EmbeddingTable
 from distbelief.transport.abort import Abort

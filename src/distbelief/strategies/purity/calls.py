@@ -18,14 +18,9 @@ import torch
 from distbelief.data.sources import seed_everything
 from distbelief.strategies.flatmodel.afterupdate import Functions
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, eager_step
+from distbelief.strategies.purity import Impurity
 from distbelief.strategies.purity.hidden import Place, Snapshot, changes, checksum, key_token, snapshot_of
-from distbelief.strategies.purity.rules.findings import (
-    Hidden,
-    Impurity,
-    counts_calls,
-    optimizer_differs,
-    schedule_differs,
-)
+from distbelief.strategies.purity.rules.findings import Hidden, counts_calls, optimizer_differs, schedule_differs
 
 MOVED_TO = (-2, -1, 10**9)
 """Values for counters. After -2 and -1 come -1 and 0, one of which acts "every n calls"; a billion is beyond any

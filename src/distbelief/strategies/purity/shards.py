@@ -22,9 +22,10 @@ from torch import nn
 from distbelief.shards import shard_seed
 from distbelief.strategies.base import Fetch
 from distbelief.strategies.flatmodel.compute import Rehearsal, ShardComputer
+from distbelief.strategies.purity import Checked, Impurity
 from distbelief.strategies.purity.calls import Counter, acting_later, counters
 from distbelief.strategies.purity.hidden import Place, changes, checksum, snapshot
-from distbelief.strategies.purity.rules.findings import Checked, Hidden, Impurity, Written, hidden, unexplained, written
+from distbelief.strategies.purity.rules.findings import Hidden, Written, hidden, unexplained, written
 
 CANARY = (0, 0, 1)
 """Step, first shard, end shard of A: what the canary computes."""

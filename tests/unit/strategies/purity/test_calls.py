@@ -14,8 +14,8 @@ from torch import nn, optim
 from distbelief.strategies.flatmodel.afterupdate import parameter_functions
 from distbelief.strategies.flatmodel.layout import trainable
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe
+from distbelief.strategies.purity import Impurity
 from distbelief.strategies.purity.calls import check_after_update, check_optimizer, check_schedule
-from distbelief.strategies.purity.rules.findings import Impurity
 from tests.support.purity import check, job_of
 
 # --- the schedule ----------------------------------------------------------------------------------------------------

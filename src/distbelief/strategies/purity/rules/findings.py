@@ -9,27 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from distbelief.strategies.purity import Impurity
+
 RULES = "docs/purity.md says what a job's code may do; --impure trains nevertheless"
 MOST_NAMED = 3
 MOST_TOLD = 4
 
 Kind = Literal["value", "tensor", "generator", "late buffer", "other module"]
 """`late buffer`: of the model, but made in forward; `other module`: a buffer or parameter outside of the model."""
-
-
-@dataclass(frozen=True)
-class Impurity:
-    """A reason why the same shard does not always have the same result."""
-
-    what: str
-    way_out: str
-
-
-@dataclass(frozen=True)
-class Checked:
-    canary: str
-    """The canary's fingerprint."""
-    impurities: Sequence[Impurity] = ()
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------
