@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from distbelief.data.sources import as_source
 from distbelief.job import Job
 from distbelief.strategies import parse
-from distbelief.strategies.purity.rules.findings import Impurity
+from distbelief.strategies.purity import Impurity
 from distbelief.worker.feed import Feed
 from distbelief.worker.loading import checked_canary
 

@@ -171,6 +171,8 @@ def _over(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, shape: 
 
 def _contents(item: Any) -> Bytes | None:
     """The bytes of a plain tensor or array; None for all other objects, which are pickled."""
+    if isinstance(item, torch.Tensor) and item.is_nested:
+        raise TypeError("nested tensors are not supported: pad the samples to one length, or give a list of tensors")
     if type(item) is torch.Tensor and item.layout == torch.strided and not item.is_quantized:
         plain = item.detach().resolve_conj().resolve_neg().cpu().contiguous()
         bytes_of_it: Bytes = plain.reshape(-1).view(torch.uint8).numpy()

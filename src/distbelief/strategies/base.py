@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from distbelief.checkpoint.parts import Slice
     from distbelief.control.credentials import Credential
     from distbelief.control.messages import ServerMap, WorkerFinished
-    from distbelief.strategies.purity.rules.findings import Checked
+    from distbelief.strategies.purity import Checked
     from distbelief.transport.exchange import Group
     from distbelief.transport.membership import Membership
     from distbelief.transport.shm.segment import Segment, SegmentClient

@@ -16,7 +16,7 @@ from distbelief.data.rules.order import positions_to_samples
 from distbelief.data.sources import InMemory, MapStyle
 from distbelief.job import Job
 from distbelief.shards import Range, Schedule
-from distbelief.strategies.purity.rules.findings import Impurity
+from distbelief.strategies.purity import Impurity
 from distbelief.strategies.purity.samples import (
     batches_checksum,
     columns_checksum,

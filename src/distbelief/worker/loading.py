@@ -27,7 +27,8 @@ from distbelief.shards import Schedule
 from distbelief.strategies import plugin, require
 from distbelief.strategies.base import Fetch, Prepared, ServerJob, Strategy
 from distbelief.strategies.flatmodel.namedtensors import tied, transient
-from distbelief.strategies.purity.rules.findings import Checked, notice, refusal
+from distbelief.strategies.purity import Checked
+from distbelief.strategies.purity.rules.findings import notice, refusal
 from distbelief.strategies.purity.samples import BatchReadTwice
 from distbelief.strategies.purity.shards import CANARY
 from distbelief.transport.shm.memfd import require_memory

@@ -117,6 +117,13 @@ def test_special_tensors_are_pickled(pair: Pair) -> None:
     assert torch.equal(sent(pair, torch.eye(3).to_sparse()).to_dense(), torch.eye(3))
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_with_the_way_out(pair: Pair, layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], layout=layout)
+    with pytest.raises(TypeError, match="nested tensors are not supported: pad the samples"):
+        post(pair[0], {"x": nested})
+
+
 @pytest.mark.parametrize("size", [10, 100_000])
 def test_what_arrives_is_aligned_writable_and_one_autograd_does_not_mix_up(pair: Pair, size: int) -> None:
     x, mask, y = sent(pair, (torch.ones(size), torch.ones(3, dtype=torch.bool), torch.ones(size)))

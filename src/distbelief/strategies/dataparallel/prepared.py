@@ -9,6 +9,7 @@ import os
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -37,7 +38,8 @@ from distbelief.strategies.flatmodel.layout import lay_out, trainable
 from distbelief.strategies.flatmodel.namedtensors import frozen, set_frozen
 from distbelief.strategies.flatmodel.rules.stepwork import slots_needed
 from distbelief.strategies.flatmodel.tileoptimizer import Recipe, state_bytes
-from distbelief.strategies.purity.rules.findings import Checked
+from distbelief.strategies.purity import Checked, Impurity
+from distbelief.strategies.purity.calls import check_after_update, check_optimizer, check_schedule
 from distbelief.strategies.purity.shards import CANARY, check_purity
 from distbelief.strategies.tables.embedding import EmbeddingTable
 from distbelief.transport.abort import Abort
@@ -94,7 +96,16 @@ class PreparedModel(ABC):
     def checked_canary(self, fetch: Fetch) -> Checked:
         found = check_purity(self._computer, self._rehearse, fetch)
         self._require_no_rows_of_samples(*fetch(*CANARY))
-        return found
+        return replace(found, impurities=[*found.impurities, *self._impure_updates()])
+
+    def _impure_updates(self) -> list[Impurity]:
+        """What is no function in the code that updates the parameters."""
+        parameters = self._computer.parameters
+        return [
+            *check_schedule(self._job.schedule),
+            *check_optimizer(self._recipe, parameters),
+            *check_after_update(self._recipe.functions, parameters),
+        ]
 
     def _rehearse(self, batch: Any, samples: int) -> Rehearsal:
         return self._computer.rehearse(batch, samples)

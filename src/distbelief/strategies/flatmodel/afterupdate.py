@@ -69,14 +69,15 @@ Functions = Mapping[int, Sequence[ParameterFunction]]
 
 
 def parameter_functions(job: Job, model: torch.nn.Module) -> Functions:
-    """The functions of the job for this model's parameters. Each one is tried, on values made for that: a function that
-    is not pure, or makes something else of a parameter, is refused."""
+    """The functions of the job for this model's parameters. Each one is tried on a copy of the parameter's initial
+    value: a function that is not pure, or makes something else of a parameter, is refused. It is also tried on made-up
+    values, which may be outside of its domain."""
     if not job.after_update:
         return {}
     found = _matched(job, model)
     first = _tried(found, model)
     with _disturbed(model):
-        second = _tried(found, model)
+        second = _tried(found, model, disturbed=True)
     for (number, one), sum_ in second.items():
         if first[number, one] != sum_:
             raise JobError(
@@ -113,15 +114,18 @@ def _matched(job: Job, model: torch.nn.Module) -> dict[int, list[ParameterFuncti
     return found
 
 
-def _tried(found: Functions, model: torch.nn.Module) -> dict[tuple[int, ParameterFunction], int]:
-    """Apply every function to values made for that, and return checksums of the results."""
+def _tried(
+    found: Functions, model: torch.nn.Module, disturbed: bool = False
+) -> dict[tuple[int, ParameterFunction], tuple[int, int]]:
+    """Apply every function to a copy of its parameter's initial value, and to made-up values. Returns checksums of the
+    results; 0: the function takes no such values."""
     parameters = [parameter for _, parameter in trainable(model)]
     applied = [(number, one) for number, several in found.items() for one in several]
     sums = {}
     for pattern in dict.fromkeys(one.pattern for _, one in applied):
         before = _sums(model)
         for number, one in [(number, one) for number, one in applied if one.pattern == pattern]:
-            value = _made(parameters[number], number)
+            value = _initial(parameters[number], disturbed)
             try:
                 problem = one.change(value)
             except Exception as error:
@@ -131,7 +135,12 @@ def _tried(found: Functions, model: torch.nn.Module) -> dict[tuple[int, Paramete
                 ) from error
             if problem:
                 raise JobError(f"{one} {problem}")
-            sums[number, one] = _sum(value)
+            made = _made(parameters[number], number)
+            try:
+                is_taken = not one.change(made)
+            except Exception:
+                is_taken = False
+            sums[number, one] = _sum(value), _sum(made) if is_taken else 0
         for name, sum_ in _sums(model).items():
             if before[name] != sum_:
                 raise JobError(
@@ -145,19 +154,32 @@ def _tried(found: Functions, model: torch.nn.Module) -> dict[tuple[int, Paramete
 def _disturbed(model: torch.nn.Module) -> Iterator[None]:
     """Give all floating-point tensors of the model other values in this block, so that a function that reads them gives
     another result."""
-    bits = [
-        (tensor.detach().view(kind), torch.tensor(0.5, dtype=tensor.dtype, device=tensor.device).view(kind))
-        for tensor in (*model.parameters(), *model.buffers())
-        if tensor.is_floating_point() and not tensor.is_meta and 0 not in tensor.stride()
-        for kind in [_INTEGERS[tensor.element_size()]]
-    ]
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
     try:
-        for value, half in bits:
-            value.bitwise_xor_(half)  # exactly undone below; zeros become 0.5
+        for tensor in tensors:
+            _disturb(tensor)
         yield
     finally:
-        for value, half in reversed(bits):
-            value.bitwise_xor_(half)
+        for tensor in reversed(tensors):
+            _disturb(tensor)
+
+
+def _disturb(tensor: torch.Tensor) -> None:
+    """Give a floating-point tensor other values, and its old ones at the second call. Zeros become 0.5."""
+    if tensor.is_floating_point() and not tensor.is_meta and 0 not in tensor.stride():
+        kind = _INTEGERS[tensor.element_size()]
+        half = torch.tensor(0.5, dtype=tensor.dtype, device=tensor.device)
+        tensor.view(kind).bitwise_xor_(half.view(kind))
+
+
+def _initial(parameter: torch.nn.Parameter, disturbed: bool) -> torch.Tensor:
+    """A copy of the parameter's initial value; `disturbed`: the parameter has other values now."""
+    if parameter.is_meta:
+        return _made(parameter, 0)
+    value = parameter.detach().clone()
+    if disturbed and 0 not in parameter.stride():
+        _disturb(value)
+    return value
 
 
 def _made(parameter: torch.nn.Parameter, number: int) -> torch.Tensor:

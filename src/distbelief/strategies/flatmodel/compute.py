@@ -47,6 +47,7 @@ def make_model(job: Job, device: torch.device) -> torch.nn.Module:
     model = job.model if isinstance(job.model, torch.nn.Module) else job.model()
     if not isinstance(model, torch.nn.Module):
         raise JobError(f"`model` made a {type(model).__name__}, not a torch.nn.Module")
+    _require_plain_parameters(model)
     model = model.to(device)
     settle(model)
     require_no_sync_batch_norm(model)
@@ -56,6 +57,23 @@ def make_model(job: Job, device: torch.device) -> torch.nn.Module:
         besides = " beside its tables" if tables_of(model) else ""
         raise JobError(f"the model has no trainable parameters{besides}")
     return model.train()
+
+
+def _require_plain_parameters(model: torch.nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise JobError(
+                f"'{name}' has no shape yet: its layer is lazy",
+                hint="let `model` be a function that makes the model, runs one batch through it (of zeros, of the real "
+                "shape), and returns it",
+            )
+    for name, parameter in trainable(model):
+        if parameter.is_complex():
+            raise JobError(
+                f"the parameter '{name}' is complex: complex parameters are not supported",
+                hint="keep its real and imaginary parts in one parameter of floats, with a last axis of 2, and use "
+                "torch.view_as_complex in forward",
+            )
 
 
 @dataclass(frozen=True)
@@ -328,7 +346,8 @@ class ShardComputer:
                         f"the model's buffer '{key}' changed its shape while training, from {tuple(tensor.shape)} to "
                         f"{tuple(present.shape)}",
                         hint="buffers are averaged over the shards of a step: a value for every sample of a batch does "
-                        "not belong into a buffer",
+                        "not belong into a buffer; a table that grows (of a rotary embedding) has its full size from "
+                        "__init__ on, or is a plain attribute, as a cache",
                     )
                 tensor.copy_(present)
                 module._buffers[key] = tensor

@@ -8,12 +8,13 @@ for a buffer that carries a value for every sample to the next batch, for exampl
 Such a buffer is recognised by two properties together, on shard 0 of step 0:
 
 - Its rows follow the samples. If the samples come in another order, the buffer has the same rows in that other order.
-  Statistics stay the same (within rounding).
+  Statistics stay the same (within rounding). Of a longer buffer (a queue of keys, as in MoCo) these are the rows that
+  the shard has changed, if there is exactly one for each sample, and they follow one another.
 - The model reads it: with the buffer as the shard has left it, the same batch gives another loss.
 
 Both must hold, so neither statistics nor a copy of activations that is only kept for logging is taken for such a
-buffer. Not recognised: a buffer without an axis of the shard's size (a queue of keys that is longer than a shard), and
-a hidden state after dropout, whose mask does not follow the samples.
+buffer. Not recognised: a hidden state after dropout, whose mask does not follow the samples, and rows in other places
+of a longer buffer.
 """
 
 from __future__ import annotations
@@ -46,19 +47,22 @@ def require_no_sync_batch_norm(model: torch.nn.Module) -> None:
 
 
 def require_no_rows_of_samples(model: torch.nn.Module, look: Look, batch: Any, samples: int) -> None:
-    if samples < 2 or not any(samples in buffer.shape for _, buffer in float_buffers(model)):
+    if samples < 2 or not any(size >= samples for _, buffer in float_buffers(model) for size in buffer.shape):
         return
     order = torch.arange(samples).roll(1)
     loss, after = look(batch, {})
-    changed = [name for name, b in float_buffers(model) if samples in b.shape and not torch.equal(after[name], b)]
+    changed = {name: found for name, b in float_buffers(model) if (found := _changed_rows(b, after[name], samples))}
     if not changed:
         return
     try:
         _, reordered = look(_reordered(batch, order), {})
     except Exception:  # the model wants its samples in a certain order, for example by length
         return
-    for name in changed:
-        if _follows(after[name], reordered[name], order) and look(batch, {name: after[name]})[0] != loss:
+    for name, rows in changed.items():
+        if (
+            any(_follows(after[name], reordered[name], order, *one) for one in rows)
+            and look(batch, {name: after[name]})[0] != loss
+        ):
             raise JobError(
                 f"the model's buffer '{name}' carries a value for every sample from one batch to the next; buffers are "
                 "averaged over the shards of a step, whose samples are different ones",
@@ -74,13 +78,29 @@ def _reordered(batch: Any, order: torch.Tensor) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, reorder, batch)
 
 
-def _follows(one: torch.Tensor, other: torch.Tensor, order: torch.Tensor) -> bool:
-    """Whether `other` has the rows of `one` in this order, along any axis, and not in the old order."""
-    if one.shape != other.shape or _are_close(one, other):
+def _changed_rows(before: torch.Tensor, after: torch.Tensor, samples: int) -> list[tuple[int, int]]:
+    """(axis, first row) of the rows that may belong to the samples, by axis."""
+    if before.shape != after.shape or torch.equal(before, after):
+        return []
+    found = []
+    for axis, size in enumerate(before.shape):
+        if size == samples:
+            found.append((axis, 0))
+        elif size > samples:
+            others = [other for other in range(before.dim()) if other != axis]
+            differs = (before != after).any(others) if others else before != after
+            rows = differs.nonzero().flatten().tolist()
+            if len(rows) == samples and rows[-1] - rows[0] == samples - 1:
+                found.append((axis, rows[0]))
+    return found
+
+
+def _follows(one: torch.Tensor, other: torch.Tensor, order: torch.Tensor, axis: int, first: int) -> bool:
+    """Whether `other` has these rows of `one` in this order, and not in the old order."""
+    if one.shape != other.shape:
         return False
-    order = order.to(one.device)
-    axes = [axis for axis, size in enumerate(one.shape) if size == len(order)]
-    return any(_are_close(one.index_select(axis, order), other) for axis in axes)
+    one, other = (tensor.narrow(axis, first, len(order)) for tensor in (one, other))
+    return not _are_close(one, other) and _are_close(one.index_select(axis, order.to(one.device)), other)
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -96,6 +96,13 @@ def snapshot(model: nn.Module, loss: Any, buffers: Collection[str]) -> Snapshot:
     return walk.found
 
 
+def snapshot_of(value: Any, label: str) -> Snapshot:
+    """The hidden state of a function or an object."""
+    walk = _Walk(nn.Module(), ())
+    walk.callable(value, label, in_loss=False)
+    return walk.found
+
+
 def changes(before: Snapshot, after: Snapshot) -> list[tuple[Place, Hidden]]:
     """The places whose values differ, as they were before. Generators come first, tensors last."""
     found = []
@@ -110,62 +117,6 @@ def changes(before: Snapshot, after: Snapshot) -> list[tuple[Place, Hidden]]:
         found.append((place, Hidden(shown.name, shown.owner, kind, shown.in_loss)))
     order: list[Kind] = ["generator", "late buffer", "value", "other module", "tensor"]
     return sorted(found, key=lambda one: order.index(one[1].kind))
-
-
-@dataclass(frozen=True)
-class Counter:
-    """Numbers that change each time: a place with a number, or the elements `keys` of the list or mapping there."""
-
-    place: Place
-    keys: tuple[Any, ...] = ()
-
-    @property
-    def hidden(self) -> Hidden:
-        return Hidden(self.place.name, self.place.owner, "value", self.place.in_loss)
-
-    def move(self, to: int) -> None:
-        value = self.place.kept.restored()
-        if not self.keys:
-            self.place.put(type(value)(to))
-        for key in self.keys:
-            value[key] = type(value[key])(to)
-
-    def put_back(self) -> None:
-        self.place.put_back()
-
-
-def counters(before: Snapshot, after: Snapshot) -> list[Counter]:
-    """The numbers that differ, with their values of the second snapshot."""
-    found = []
-    for name, place in after.items():
-        then, now = before.get(name), place.kept.token
-        if then is None or then.kept.token == now:
-            continue
-        if _is_number(now) and _is_number(then.kept.token):
-            found.append(Counter(place))
-        elif old := dict(_parts(then.kept.token)):
-            new = dict(_parts(now))
-            changed = {key for key in old.keys() & new if _is_number(old[key]) and _is_number(new[key])}
-            changed = {key for key in changed if old[key] != new[key]}
-            value = place.kept.restored()
-            keys = value if isinstance(value, dict) else range(len(value))
-            if changed:
-                found.append(Counter(place, tuple(key for key in keys if _key(key) in changed)))
-    return found
-
-
-def _is_number(token: Any) -> bool:
-    return isinstance(token, tuple) and bool(token) and token[0] in ("int", "float")
-
-
-def _parts(token: Any) -> Iterable[tuple[Any, Any]]:
-    """The tokens of the elements of a list or mapping, by their keys."""
-    match token:
-        case "list", tuple(elements):
-            return ((repr(number), one) for number, one in enumerate(elements))
-        case "dict", tuple(elements):
-            return elements
-    return ()
 
 
 class _Walk:
@@ -455,10 +406,10 @@ def _refilled(value: Any, inside: dict[Any, Any], kept: dict[Any, Kept]) -> Any:
 
 
 def _tokens(kept: dict[Any, Kept]) -> tuple[Any, ...]:
-    return tuple((_key(key), one.token) for key, one in kept.items())
+    return tuple((key_token(key), one.token) for key, one in kept.items())
 
 
-def _key(key: Any) -> Any:
+def key_token(key: Any) -> Any:
     return repr(key) if isinstance(key, str | int) else id(key)
 
 

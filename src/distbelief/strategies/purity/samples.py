@@ -17,8 +17,9 @@ from distbelief.data.reading import listed
 from distbelief.data.sources import Columns, MapStyle, Samples
 from distbelief.shards import Schedule, mix
 from distbelief.strategies.base import Fetch
+from distbelief.strategies.purity import Impurity
 from distbelief.strategies.purity.hidden import checksum, content
-from distbelief.strategies.purity.rules.findings import Impurity, batch_differs, random_result_kept, sample_differs
+from distbelief.strategies.purity.rules.findings import batch_differs, random_result_kept, sample_differs
 from distbelief.strategies.purity.shards import CANARY
 
 WHOLE_BYTES = 256 << 20

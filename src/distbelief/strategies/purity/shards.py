@@ -22,8 +22,10 @@ from torch import nn
 from distbelief.shards import shard_seed
 from distbelief.strategies.base import Fetch
 from distbelief.strategies.flatmodel.compute import Rehearsal, ShardComputer
-from distbelief.strategies.purity.hidden import Counter, Place, changes, checksum, counters, snapshot
-from distbelief.strategies.purity.rules.findings import Checked, Hidden, Impurity, Written, hidden, unexplained, written
+from distbelief.strategies.purity import Checked, Impurity
+from distbelief.strategies.purity.calls import Counter, acting_later, counters
+from distbelief.strategies.purity.hidden import Place, changes, checksum, snapshot
+from distbelief.strategies.purity.rules.findings import Hidden, Written, hidden, unexplained, written
 
 CANARY = (0, 0, 1)
 """Step, first shard, end shard of A: what the canary computes."""
@@ -31,9 +33,6 @@ OTHER = (1, 0, 1)
 """Step, first shard, end shard of B. A batch of another step has other samples even if a step has one shard."""
 MOST_EXPERIMENTS = 12
 NUDGE = 1.125
-MOVED_TO = (-2, -1, 10**9)
-"""Values for counters. After -2 and -1 come -1 and 0, one of which acts "every n calls"; a billion is beyond any
-threshold."""
 
 Rehearse = Callable[[Any, int], Rehearsal]
 Outcome = tuple[tuple[Any, ...], dict[str, int]]
@@ -54,7 +53,7 @@ class _Check:
         self._fetch = fetch
         self._buffers = {name for name, _ in computer.model.named_buffers()}
         self._hidden = self._snapshot()
-        self._marks = {name: _mark(one) for name, one in computer.model.named_parameters()}
+        self._marks = self._present_marks()
         self._bytes = {name: checksum(one) for name, one in computer.model.named_parameters()}
         first = rehearse(*fetch(*CANARY))
         self.fingerprint = first.fingerprint()
@@ -101,9 +100,12 @@ class _Check:
     def _parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._computer.model.named_parameters())
 
+    def _present_marks(self) -> dict[str, Mark]:
+        return {name: _mark(one) for name, one in self._parameters().items()}
+
     def _marked(self) -> set[str]:
         """The parameters that were replaced, made, removed, or written in place."""
-        marks = {name: _mark(one) for name, one in self._parameters().items()}
+        marks = self._present_marks()
         return {name for name in self._marks | marks if self._marks.get(name) != marks.get(name)}
 
     def _rewritten(self) -> set[str]:
@@ -118,35 +120,20 @@ class _Check:
         learns = place is not None and bool(self._touched[place])
         return Written(name, learns, limit, name not in self._marks, name not in self._parameters())
 
-    # --- counters that act later ---------------------------------------------------------------------------------
+    # --- counters ------------------------------------------------------------------------------------------------
 
     def _late(self, found: Sequence[Counter]) -> list[Hidden]:
-        """The numbers that make a difference at another value: "every 100 calls" and "after 1,000 calls" act there."""
-        named: list[Counter] = []
-        for to in MOVED_TO if found else ():
-            if not self._differs_with(found, to, found):
-                continue
-            named += [one for one in found[:MOST_EXPERIMENTS] if self._differs_with([one], to, found)] or list(found)
-            break
-        for one in found:
-            one.put_back()
-        return [one.hidden for one in named]
+        """The counters with whose other values A has another result, or writes parameters."""
 
-    def _differs_with(self, moved: Sequence[Counter], to: int, found: Sequence[Counter]) -> bool:
-        """Whether A has another result, or writes parameters, with these counters moved and the others as they are."""
-        written_before = self._marked()
-        marks = {name: _mark(one) for name, one in self._parameters().items()}
-        try:
-            for one in found:
-                one.put_back()
-            for one in moved:
-                one.move(to)
+        def outcome() -> Any:
+            before = self._marked()
+            marks = self._present_marks()
             again = self._again()
-        except Exception:  # the job's code does not take such a number
-            return False
-        writes = any(marks.get(name) != _mark(one) for name, one in self._parameters().items())
-        # after a write A has another result anyway
-        return writes or (not written_before and again != self._outcome)
+            if marks != self._present_marks():
+                return "writes"
+            return self._outcome if before else again  # after a write A has another result anyway
+
+        return acting_later(found[:MOST_EXPERIMENTS], outcome, self._outcome)
 
     # --- hidden state --------------------------------------------------------------------------------------------
 

@@ -144,6 +144,40 @@ def test_only_what_was_updated_is_changed() -> None:
         assert all(weights[name].abs().max() <= 0.2 for name in ("generator.weight", "critic.weight", "critic.bias"))
 
 
+class Covariance(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(6))
+        self.scale = nn.Parameter(torch.full((3,), 0.25))
+
+
+def positive(p: torch.Tensor) -> torch.Tensor:
+    root = torch.linalg.cholesky(p)  # fails on other matrices
+    return root @ root.T
+
+
+def guarded(p: torch.Tensor) -> torch.Tensor:
+    assert (p.abs() < 1.5).all(), "weights exploded"
+    return p.clamp_(max=0.2)
+
+
+def test_a_function_is_tried_on_the_initial_value_and_may_refuse_others() -> None:
+    assert found(job_of(Covariance, matrix=positive, scale=guarded)) == {"matrix": ["matrix"], "scale": ["scale"]}
+
+
+@pytest.mark.parametrize("start", [0.0, 1.0, 0.25])
+def test_an_impure_function_of_a_domain_is_refused(start: float) -> None:
+    """Zeros show no factor: there the made-up values count."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Parameter(torch.full((3,), start))
+
+    with pytest.raises(JobError, match="gave two results for one value of 'one'"):
+        found(job_of(Model, one=Counting()))
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -214,7 +248,7 @@ def test_a_function_that_makes_something_else_is_refused(function: Function, tex
 
 
 def test_a_function_that_fails_while_training_is_named_with_the_step() -> None:
-    """The values that it is tried with before training are within 2."""
+    """Before training it is tried with initial values, which are small."""
 
     def picky(p: torch.Tensor) -> None:
         if p.max() > 4:

@@ -101,6 +101,37 @@ def test_a_buffer_that_takes_the_batch_s_size_is_named() -> None:
     with pytest.raises(JobError, match=r"'h' changed its shape while training, from \(1, 5\) to \(6, 5\)") as caught:
         canary(model)
     assert "averaged over the shards" in caught.value.hint
+    assert "a table that grows (of a rotary embedding) has its full size from __init__ on" in caught.value.hint
+
+
+class Contrast(nn.Module):
+    """MoCo: each sample against a queue of earlier samples' keys. `axis`: that of the keys."""
+
+    def __init__(self, axis: int, is_read: bool = True) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(8, 4), nn.Linear(32, 4)
+        self.axis, self.is_read = axis, is_read
+        keys = F.normalize(torch.randn(32, 4, generator=torch.Generator().manual_seed(2)))
+        self.register_buffer("queue", keys if axis == 0 else keys.t().contiguous())
+        self.register_buffer("at", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = F.normalize(self.encoder(x))
+        queue = self.queue if self.axis == 0 else self.queue.t()
+        out = self.head(keys @ (queue.t().clone() if self.is_read else torch.ones(4, 32)))
+        with torch.no_grad():
+            queue[(torch.arange(len(x)) + self.at) % 32] = keys
+            self.at += len(x)
+        return out  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_queue_of_the_samples_keys_is_named(axis: int) -> None:
+    with pytest.raises(JobError, match="the model's buffer 'queue' carries a value for every sample") as caught:
+        canary(lambda: Contrast(axis))
+    assert "`shards=1`" in caught.value.hint
+    assert canary(lambda: Contrast(axis), shards=1)
+    assert canary(lambda: Contrast(axis, is_read=False)), "a log"
 
 
 class Keeping(nn.Module):

@@ -638,7 +638,7 @@ def test_a_sample_of_a_subset_has_the_number_that_its_data_set_knows() -> None:
     assert found.what == "`OneOdd.__getitem__(17)` gave two different samples"
 
 
-def test_samples_that_differ_only_in_company_are_named_together() -> None:
+def test_samples_that_differ_only_in_a_batch_are_named_together() -> None:
     (found,) = check(job_of(Net, data=Neighbours(), shuffle=False))
     assert found.what == "`Neighbours` gave two different batches of samples 0, 1, 2, 3"
     assert "must not depend on the samples that were read before it" in found.way_out

@@ -39,7 +39,7 @@ from distbelief.strategies.mesh.state.memberstate import Forms, MemberState, Par
 from distbelief.strategies.mesh.state.restore import restore_state
 from distbelief.strategies.mesh.state.snapshots import Snapshots
 from distbelief.strategies.mesh.strategy import Meshed
-from distbelief.strategies.purity.rules.findings import Checked
+from distbelief.strategies.purity import Checked
 from distbelief.strategies.rules.degrees import Degrees
 from distbelief.strategies.tables.embedding import settle
 from distbelief.transport.gloo.group import TorchGroup

@@ -9,27 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from distbelief.strategies.purity import Impurity
+
 RULES = "docs/purity.md says what a job's code may do; --impure trains nevertheless"
 MOST_NAMED = 3
 MOST_TOLD = 4
 
 Kind = Literal["value", "tensor", "generator", "late buffer", "other module"]
 """`late buffer`: of the model, but made in forward; `other module`: a buffer or parameter outside of the model."""
-
-
-@dataclass(frozen=True)
-class Impurity:
-    """A reason why the same shard does not always have the same result."""
-
-    what: str
-    way_out: str
-
-
-@dataclass(frozen=True)
-class Checked:
-    canary: str
-    """The canary's fingerprint."""
-    impurities: Sequence[Impurity] = ()
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------
@@ -176,6 +163,38 @@ def unexplained(gradients: Sequence[str], buffers: Sequence[str], changed: Seque
         what,
         "it depends on something besides parameters, buffers, samples and seed: the time, a file, os.urandom, a "
         "generator made without a seed, or an operation that is not deterministic on this device or with these threads",
+    )
+
+
+# --- updates ---------------------------------------------------------------------------------------------------------
+
+
+def schedule_differs(changed: Sequence[Hidden]) -> Impurity:
+    """
+    >>> schedule_differs([Hidden("calls", "a global variable of job.py", "value")]).what
+    '`schedule` gave two factors for one step (`calls`, a global variable of job.py, changed meanwhile)'
+    """
+    what = "`schedule` gave two factors for one step"
+    if changed:
+        what += f" (`{changed[0].name}`, {changed[0].owner}, changed meanwhile)"
+    return Impurity(what, "make it a function of the step alone: several workers call it, and again after a death")
+
+
+def optimizer_differs(kind: str, changed: Sequence[str]) -> Impurity:
+    """`changed`: what changes in a step, besides `state`."""
+    where = f", in {_listed(changed)}" if changed else ""
+    return Impurity(
+        f"the optimizer {kind} keeps state outside of `optimizer.state`{where}: a new one, with the saved state, takes "
+        "another step",
+        "keep it in `self.state[parameter]`, as a tensor or a number: this is shared by the workers, and saved",
+    )
+
+
+def counts_calls(what: str, counter: Hidden, of: str) -> Impurity:
+    """`of`: of what it must be a function."""
+    return Impurity(
+        f"{what} counts its calls in `{counter.name}` ({counter.owner}), and later the result depends on it",
+        f"make it a function of {of} alone: workers call it at other times, and again after a death",
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from distbelief.strategies.purity import Impurity
 from distbelief.strategies.purity.rules.findings import (
     Hidden,
-    Impurity,
     Written,
     batch_differs,
     hidden,
