@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Set
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.runs.command import JOBS, Outcome, Run
@@ -55,6 +56,19 @@ def test_the_rendezvous_server_killed_and_then_a_worker(watched: Callable[..., W
     assert run.result()["weights_sha256"] == undisturbed(*job)
     run.check_workers_lost(killed=[victim])
     assert "another one takes its place" in (run.folder / "logs" / "store.log").read_text()
+
+
+def test_the_zygote_killed_ends_the_run_with_that_reason(watched: Callable[..., Watched]) -> None:
+    run = watched(JOBS / "small.py", "--set", "hold_step=6", "--workers", 2)
+    run.after(6)
+    zygote = psutil.Process(min(run.members().values())).parent()
+    assert zygote is not None
+    zygote.kill()
+    outcome = run.run.wait()
+    assert outcome.status == 1
+    assert "error: the process that starts workers has died" in outcome.stderr
+    (end,) = run.journal("ended")
+    assert (end["status"], end["reason"]) == ("stopped", "the process that starts workers has died")
 
 
 def test_all_workers_killed_at_once(watched: Callable[..., Watched]) -> None:

@@ -192,8 +192,10 @@ class _Lead:
         self._agent.finish_by(grace_s)
 
     def _cannot_host(self) -> None:
-        self._agent.send(StopRequested("the process that starts workers has died", at_once=True))
-        self._agent.finish(0.5)
+        word = StopRequested("the process that starts workers has died", at_once=True)
+        self._agent.insistence = [word]
+        self._agent.send(word)
+        self._agent.finish_by(GRACE_S)  # the coordinator journals the reason, and ends the run earlier
 
     def __exit__(self, *_: object) -> None:
         """Ends every process that was started here, also after an exception."""

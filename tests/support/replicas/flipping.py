@@ -28,12 +28,14 @@ from distbelief.strategies.flatmodel.rules.stepwork import WEIGHT, ShardWork
 from distbelief.transport.abort import Abort, Aborted
 from distbelief.transport.exchange import AllContributions, Exchange
 from distbelief.transport.gloo.exchange import TorchExchange
+from distbelief.transport.gloo.group import train_or_be_succeeded
 from distbelief.transport.gloo.rendezvous import Rendezvous
 from distbelief.transport.shm.exchange import SharedExchange
 from distbelief.transport.shm.segment import SegmentClient
 from distbelief.transport.singlemember import SingleMemberExchange
 from distbelief.worker.feed import Feed
 from tests.support.replicas.member import GLOBAL_BATCH, SAMPLES, make_job
+from tests.support.stage import perform_and_end
 
 FLIPPED = "body.weight"
 
@@ -107,6 +109,24 @@ class _Counting(nn.Module):
 
 
 def train(segments: SegmentClient, rank: int, play: Play) -> Ended:
+    abort = Abort()
+    found: list[Ended] = []
+    begun: list[Any] = []
+    """The replica, its notices and the shards that it has begun."""
+    # gloo sometimes misses the end of a group; then another thread answers for this member
+    train_or_be_succeeded(
+        lambda: found.append(_train(segments, rank, play, abort, begun)),
+        abort,
+        lambda: perform_and_end(lambda: _aborted(*begun)),
+    )
+    return found[0]
+
+
+def _aborted(member: DataParallelReplica, news: list[str], shards: list[Any]) -> Ended:
+    return Ended("", member.steps_applied(), "aborted", "", (-1, -1), news, len(shards))
+
+
+def _train(segments: SegmentClient, rank: int, play: Play, abort: Abort, live: list[Any]) -> Ended:
     shards = play.ranges[-1][1]
     job = make_job(shards) if play.clips else replace(make_job(shards), clip_norm=None)
     schedule = Schedule(SAMPLES, GLOBAL_BATCH, shards)
@@ -119,7 +139,6 @@ def train(segments: SegmentClient, rank: int, play: Play) -> Ended:
         prepared.model.body.weight.register_hook(lambda gradient: gradient * math.nan)  # type: ignore[union-attr, operator]
     begun = _flip(prepared, [flip for flip in play.flips if flip.rank == rank], job.seed, play.steps, shards)
     geometry = prepared.geometry(play.ranges)
-    abort = Abort()
     failed = segments.segment("failed", 4096).tensor(torch.int64, 0, 1)
     group: Exchange
     if play.port:
@@ -135,7 +154,8 @@ def train(segments: SegmentClient, rank: int, play: Play) -> Ended:
     later = play.later if play.later and play.later.rank == rank else None
     if play.later:
         _abort_when(failed, abort)
-    error, hint, at, news = "", "", (-1, -1), []
+    error, hint, at, news = "", "", (-1, -1), list[str]()
+    live += [member, news, begun]
     try:
         for step in range(play.steps):
             if later and later.step == step:

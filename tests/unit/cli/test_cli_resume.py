@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -60,4 +61,4 @@ def test_a_damaged_file_is_all_that_is_told_of_a_complete_run(run: Path) -> None
 def test_a_log_that_cannot_be_made_is_one_error(run: Path) -> None:
     (run / "logs").touch()
     with pytest.raises(DistBeliefError, match=r"cannot write .*command\.log"):
-        detach.go_on_detached(run, resumed=True, json=False)
+        detach.go_on_detached(Mock(), run, resumed=True, json=False)

@@ -244,8 +244,8 @@ class Recheck:
         lacking = sorted({checker for shard, (_, checker) in pairs.items() if shard not in found[checker].checked})
         if lacking and not self._lacks_memory:
             self._lacks_memory = True
-            members = member_names(self._seat)
-            notices.append(without_memory([members[one] for one in lacking], self._layout.size_bytes))
+            everybody = member_names(self._seat)
+            notices.append(without_memory([everybody[one] for one in lacking], self._layout.size_bytes))
         while differing := [shard for shard, pair in pairs.items() if _differ(found, shard, pair)]:
             shard = differing[0]
             owner, checker = pairs[shard]
