@@ -193,7 +193,7 @@ class _Lead:
 
     def _cannot_host(self) -> None:
         word = StopRequested("the process that starts workers has died", at_once=True)
-        self._agent.insistence = [word]
+        self._agent.repeated_events = [word]
         self._agent.send(word)
         self._agent.finish_by(GRACE_S)  # the coordinator journals the reason, and ends the run earlier
 
