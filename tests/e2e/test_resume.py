@@ -211,12 +211,15 @@ def test_a_running_run_is_not_disturbed(start: Start, distbelief: Cli, tmp_path:
     assert (result["weights_sha256"], result["workers"]) == (weights(), 2)
 
 
-@pytest.mark.parametrize("what", ["missing", "empty"])
-def test_what_is_no_run(distbelief: Cli, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("missing", "there is no missing"), ("empty", "empty is no run directory: there is no launch.json in it")],
+)
+def test_what_is_no_run(distbelief: Cli, tmp_path: Path, what: str, words: str) -> None:
     (tmp_path / "empty").mkdir()
     outcome = distbelief("resume", what, "--json")
     assert outcome.status == 1
-    assert json.loads(outcome.stdout) == {"error": f"{what} is no run directory: there is no launch.json in it"}
+    assert json.loads(outcome.stdout) == {"error": words}
     assert list((tmp_path / "empty").iterdir()) == []
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
-from distbelief.cli import detach
 from distbelief.cli.main import app
 from distbelief.coordinator.journal import Journal
-from distbelief.errors import DistBeliefError
 from distbelief.launch.launch import Launch, keep_launch
 from distbelief.options import RunOptions
 
@@ -60,5 +57,6 @@ def test_a_damaged_file_is_all_that_is_told_of_a_complete_run(run: Path) -> None
 
 def test_a_log_that_cannot_be_made_is_one_error(run: Path) -> None:
     (run / "logs").touch()
-    with pytest.raises(DistBeliefError, match=r"cannot write .*command\.log"):
-        detach.go_on_detached(Mock(), run, resumed=True, json=False)
+    done = resume(run, "--detach")
+    assert done.exit_code == 1
+    assert f"cannot write {run}/logs/command.log: File exists" in done.output
