@@ -18,7 +18,6 @@ READ_THE_MACHINES_CLOCK = {
     "checkpoint/saving.py": "the date in a manifest",
     "doctor/connection.py": "compares the clocks of hosts",
     "doctor/hosts.py": "compares the clocks of hosts",
-    "transport/shm/futexflags.py": "glibc before 2.30 knows no other clock for a mutex's deadline",
     "worker/profiling/profiler.py": "the date of a recording",
 }
 

@@ -33,7 +33,7 @@ _HINTS = {
     errno.ESTALE: "the file server has been restarted or the file replaced: repeat the command",
 }
 _SHOWN_CHARACTERS = 300
-STARTED_BY = "distbelief.started_by"
+STARTED_BY = "distbelief: started by"
 """The key of a pipe to the process that has started this one with --detach, and reports its error."""
 
 
