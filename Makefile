@@ -51,9 +51,9 @@ lint: setup-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# Three at a time on two cores: runs wait for each other often. In the order of their names, so that whole runs come first and the short files even out at the end.
+# Four at a time on two cores: runs wait for each other often. In the order of their names, so that whole runs come first and the short files even out at the end.
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # For the inner loop: no linters, and no tests that start processes.
 test-quick: setup-dev

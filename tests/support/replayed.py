@@ -14,12 +14,11 @@ from distbelief.checkpoint.saving import seal, write_part
 from distbelief.control.messages import WorkerFailed
 from distbelief.coordinator.journal import Journal
 from distbelief.coordinator.metricsfile import NAME
-from distbelief.coordinator.steps import Steps
 from distbelief.errors import NonFiniteLoss
 from distbelief.launch.launch import Launch, keep_launch
 from distbelief.options import RunOptions
 from distbelief.replaying.rebuild import Rebuilt, loaded_here
-from distbelief.replaying.records import JobFacts, RecordedRun
+from distbelief.replaying.records import JobFacts, RecordedRun, Steps
 from distbelief.strategies.base import Replica
 from distbelief.transport.shm.segment import Segment
 from distbelief.worker.loading import Loaded

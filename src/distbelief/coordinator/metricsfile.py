@@ -4,9 +4,9 @@ The coordinator appends lines, which are buffered and not synced: a crash may lo
 room, lines wait in memory and training goes on. A full part is renamed, then compressed in a thread, and described by
 one line of `metrics-index.jsonl`: its first and last step, and the last evaluation and checkpoint up to its end. No
 line is dropped by that. Everybody reads through this module: `records` gives all records of a run in constant memory,
-`Tail` follows a growing log, and steps.py finds single steps. A run directory of earlier releases has the present part
-only. Readers pass over damage: a line that is no record of its kind is dropped, and a part that cannot be read ends
-early, with a notice among the records.
+`Tail` follows a growing log; replaying/records.py finds single steps. A run directory of earlier releases has the
+present part only. Readers pass over damage: a line that is no record of its kind is dropped, and a part that cannot be
+read ends early, with a notice among the records.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.coordinator import steps as steps_of_a_log
 from distbelief.coordinator.metricsfile import (
     INDEX,
     NAME,
@@ -26,8 +25,9 @@ from distbelief.coordinator.metricsfile import (
     records,
 )
 from distbelief.coordinator.runfiles import reported
-from distbelief.coordinator.steps import Steps
 from distbelief.observe.records import Follower
+from distbelief.replaying import records as steps_of_a_log
+from distbelief.replaying.records import Steps
 
 PART = 4000
 
