@@ -169,7 +169,15 @@ class Readers:
         if any(reader.in_hand for reader in self._readers):
             raise ValueError("a reader is at work")
         if self._readers:
-            self._release(self._readers[0])  # of idle readers the first one is asked
+            first = self._readers[0]  # of idle readers the first one is asked
+            # Closing the connection would not end it: processes that were forked meanwhile hold the connection too.
+            with suppress(ProcessLookupError):  # it is dead already
+                signal.pidfd_send_signal(first.pidfd, signal.SIGKILL)
+            try:
+                self._parent.status(first.pid)
+            except ParentDied:
+                self._lost()
+            self._release(first)
         self._replace()
 
     def close(self) -> None:
