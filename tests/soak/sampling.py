@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -66,7 +66,11 @@ def measure(by_role: dict[str, list[psutil.Process]], temporary: Path) -> Sample
         for process in processes:
             with contextlib.suppress(psutil.Error, OSError):
                 _largest(sample, f"memory of {role}", process.memory_info().rss / MB)
-                _largest(sample, f"descriptors of {role}", process.num_fds())
+                kinds = _descriptors(process.pid)
+                _largest(sample, f"descriptors of {role}", kinds.total())
+                if role == "worker":  # the role whose descriptors come and go with generations
+                    for kind, count in kinds.items():
+                        _largest(sample, f"descriptors of {role}, {kind}", count)
                 segments |= _segments(process.pid)
     sample["segments"] = len(segments)
     sample["segment bytes"] = sum(segments.values())
@@ -81,6 +85,26 @@ def temporary_files(folder: Path) -> list[Path]:
 
 def _largest(sample: dict[str, float], name: str, value: float) -> None:
     sample[name] = max(sample.get(name, 0.0), value)
+
+
+def _descriptors(pid: int) -> Counter[str]:
+    """The number of open descriptors by kind: socket, pipe, eventfd, eventpoll, memfd, file."""
+    found: Counter[str] = Counter()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found[kind_of(os.readlink(fd))] += 1
+    return found
+
+
+def kind_of(target: str) -> str:
+    """
+    >>> [kind_of(one) for one in ("socket:[7]", "anon_inode:[eventpoll]", "/memfd:x (deleted)", "/dev/null")]
+    ['socket', 'eventpoll', 'memfd', 'file']
+    """
+    if target.startswith("/"):
+        return "memfd" if target.startswith("/memfd:") else "file"
+    kind, _, number = target.partition(":")
+    return number.strip("[]") if kind == "anon_inode" else kind
 
 
 def _segments(pid: int) -> dict[int, int]:
