@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -85,7 +86,11 @@ def test_the_death_of_the_validation_readers_parent_is_no_error_of_the_data_set(
     try:
         (parent,) = {psutil.Process(pid).ppid() for pid in evaluator._feed._readers.pids}
         assert psutil.Process(parent).name() == "reader parent"
+        ends = [os.pidfd_open(pid) for pid in (parent, *evaluator._feed._readers.pids)]
         os.kill(parent, signal.SIGKILL)
+        for end in ends:  # a reader that is not dead yet would answer
+            assert select.select([end], [], [], 60)[0]
+            os.close(end)
         with pytest.raises(ReadersLost, match=r"^`validation`: the process that forks the readers .* is dead"):
             evaluator.rehearse(job.model())
     finally:
