@@ -45,9 +45,8 @@ def compare(twin: Path, run_dir: Path) -> Iterator[str]:
     """What differs between the runs: their steps, evaluations, and the whole state at the last step."""
     last = max(list_checkpoints(run_dir / "checkpoints"))
     for kind in ("step", "evaluation"):
-        ours, theirs = _results(run_dir, kind), _results(twin, kind)
-        if kind == "evaluation":  # the twin has come to its end, where it evaluates; the run was stopped
-            ours, theirs = ([one for one in found if one[0] < last] for found in (ours, theirs))
+        # Before the last checkpoint: while it was written the members trained on, and the twin evaluates at its end.
+        ours, theirs = ([one for one in _results(folder, kind) if one[0] < last] for folder in (run_dir, twin))
         again = [step for step, count in Counter(step for step, _ in ours).items() if count > 1]
         if again:
             yield f"recorded more than once: {kind} {again[:5]}"
