@@ -396,7 +396,11 @@ def _without_server(state: State, server: int, now: float) -> Result:
 
 
 def taken_over(state: State, event: m.StepTakenOver, now: float) -> Result:
-    """The members of a new generation found a step begun. A shard that killed two workers ends the run."""
+    """The members of a new generation found a step begun. A shard that killed two workers ends the run.
+
+    A worker that was fenced counts too: code that holds the interpreter for long looks like a frozen process. But it
+    may be the machine that froze, so a third death must confirm it.
+    """
     if event.generation <= state.taken_over:
         return state, []
     killers = dict(state.troubles.killers)
@@ -407,7 +411,8 @@ def taken_over(state: State, event: m.StepTakenOver, now: float) -> Result:
     line = {"kind": "recovery", "generation": event.generation, "step": event.step, "recomputed": event.recomputed}
     state = replace(state, taken_over=event.generation, troubles=replace(state.troubles, killers=killers))
     for (step, shard), workers in killers.items():
-        if len(workers) > 1:
+        was_fenced = any(number in state.workers and state.workers[number].fenced for number in workers)
+        if len(workers) > 1 + was_fenced:
             which = f"step {step}" if state.config.stride == 1 else f"the steps from {step} on"
             message = (
                 f"shard {shard} of {which} has killed {len(workers)} workers "

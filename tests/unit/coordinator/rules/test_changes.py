@@ -73,6 +73,21 @@ def test_a_frozen_member_is_killed_and_nothing_is_changed_before_its_exit_is_cer
     assert hired(outputs) == [3]
 
 
+def test_a_shard_in_which_a_frozen_member_was_killed_ends_the_run_after_three_deaths_only() -> None:
+    """The machine may have frozen it; then the shard has killed one worker, and that may be chance."""
+    run = Run(workers=3).started(0, 1, 2)
+    training_for_a_while(run, 0, 1, 2)
+    freeze(run, 1, 0, 2)
+    run.kill(1)
+    run.feed(m.StepTakenOver(0, 2, 50, 2, [m.BrokenShard(1, 50, 1)]))
+    run.kill(2)
+    run.feed(m.StepTakenOver(0, 3, 50, 2, [m.BrokenShard(1, 50, 1), m.BrokenShard(2, 50, 1)]))
+    assert run.state.phase == "training"
+    outputs = run.feed(m.StepTakenOver(0, 4, 50, 2, [m.BrokenShard(3, 50, 1)]))
+    (entry,) = records(outputs, "ended")
+    assert "shard 1 of step 50 has killed 3 workers (1, 2, 3)" in entry["reason"]
+
+
 def test_an_engine_that_still_runs_a_fenced_worker_is_asked_again_to_kill_it() -> None:
     run = Run(workers=3).started(0, 1, 2)
     training_for_a_while(run, 0, 1, 2)
