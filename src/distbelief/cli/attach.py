@@ -126,7 +126,7 @@ class Waiting:
         self._run = run
         self._say = say
         self._notices = Tail(run / NAME, RECENT_BYTES)
-        while self._notices.read():  # those of before
+        while self._notices.read():  # notices from before the request to stop
             pass
         self._since = time.monotonic()
         self._has_told = False

@@ -58,10 +58,14 @@ def make_run_dir(run_dir: Path) -> None:
         if isinstance(error, FileExistsError):
             message = f"the run directory '{run_dir}' is a file"
             raise DistBeliefError(message, hint="give another --run-dir") from error
-        raise DistBeliefError(
-            f"cannot write to the run directory '{run_dir}': {error.strerror or error}",
-            hint="give a --run-dir on a disk that you can write to",
-        ) from error
+        raise _cannot_write(run_dir, error) from error
+
+
+def _cannot_write(run_dir: Path, error: OSError) -> DistBeliefError:
+    return DistBeliefError(
+        f"cannot write to the run directory '{run_dir}': {error.strerror or error}",
+        hint="free some space there, or give a --run-dir on a disk that you can write to",
+    )
 
 
 def _never_began(run_dir: Path, names: Iterable[str]) -> bool:
@@ -117,10 +121,7 @@ def _try_to_lock(run_dir: Path) -> int | None:
     except BlockingIOError:
         return None
     except OSError as error:
-        raise DistBeliefError(
-            f"cannot write to the run directory '{run_dir}': {error.strerror or error}",
-            hint="free some space, or make it writable",
-        ) from error
+        raise _cannot_write(run_dir, error) from error
 
 
 def _has_ended(run_dir: Path) -> bool:

@@ -33,7 +33,7 @@ class Origin(msgspec.Struct, frozen=True):
     resumed: bool = False
     """Whether this run is resumed; otherwise its first generation looks for no checkpoint."""
     run_id: str = ""
-    """The run that saved the checkpoints: those of another run are not used."""
+    """This run's random id. The worker does not use checkpoints that have another run's id."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
 """Stand-ins: workers that were started elsewhere in the place of a lost host's, and what follows when it is back.
 
 How it works:
-- A host that is cut off, or dies, leaves a run with fewer workers than are wanted: others are started where there is
-  room, if need be beside those of the launching process, which has no limit.
+- A host that is cut off, or dies, leaves a run with fewer workers than are wanted: other workers are started on
+  hosts with room. If no host has room, they are started on the launching process's host, which has no limit.
 - *The cut host is heard of again*: its workers join anew, and as many of the newest workers leave (`returned`).
 - *Its machine has started again*, or another one has come instead: the agent is a new one. A host that is started by
   hand adds to the number of wanted workers, but what lost hosts had added counts as replaced first, and as many

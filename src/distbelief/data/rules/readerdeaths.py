@@ -27,7 +27,7 @@ class Deaths:
     """Deaths of idle readers in a row."""
 
     def killed_before(self, samples: Iterable[int]) -> list[int]:
-        """Those of `samples` that another reader was reading when it died."""
+        """Which of `samples` another reader was reading when it died."""
         return sorted(self.samples.intersection(samples))
 
     def died(self, samples: Iterable[int]) -> Deaths:

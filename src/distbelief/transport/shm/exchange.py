@@ -116,7 +116,10 @@ class SharedExchange:
         return self._flags.waiting
 
     def slot(self, index: int) -> Segment:
-        return self._when_there_is_room(lambda: self._block.slot(self.rank, index))
+        try:
+            return self._block.slot(self.rank, index)  # on the step path the slot is there
+        except NotEnoughMemory:
+            return self._when_there_is_room(lambda: self._block.slot(self.rank, index))
 
     def slot_name(self, index: int) -> str:
         """The name by which other processes of this host open the slot."""
